@@ -1,0 +1,90 @@
+"""Convert, check and stream hidden states for draft-model training at the speed of the disk.
+
+Importing this package is cheap: each public name is loaded on first use, so that neither the feeder process nor
+``hsloader --help`` waits for torch or zarr.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+# Where each public name lives. The key set is the public surface; a test pins it.
+_HOMES = {
+    "Writer": "hsloader.store.writer",
+    "convert": "hsloader.conversion.api",
+    "export": "hsloader.conversion.export",
+    "inspect": "hsloader.conversion.inspection",
+    "open_dataset": "hsloader.store.dataset",
+    "verify": "hsloader.store.verification",
+}
+_ERRORS = (
+    "ConversionError",
+    "DamageError",
+    "DatasetError",
+    "FeederError",
+    "HsloaderError",
+    "IncompatibleError",
+    "LoaderError",
+    "SettingsChanged",
+    "SourceError",
+    "StateError",
+    "StoreBusyError",
+)
+_HOMES.update(dict.fromkeys(_ERRORS, "hsloader.errors"))
+
+__all__ = [
+    "ConversionError",
+    "DamageError",
+    "DatasetError",
+    "FeederError",
+    "HsloaderError",
+    "IncompatibleError",
+    "LoaderError",
+    "SettingsChanged",
+    "SourceError",
+    "StateError",
+    "StoreBusyError",
+    "Writer",
+    "convert",
+    "export",
+    "inspect",
+    "open_dataset",
+    "verify",
+]
+
+if TYPE_CHECKING:
+    from hsloader.conversion.api import convert
+    from hsloader.conversion.export import export
+    from hsloader.conversion.inspection import inspect
+    from hsloader.errors import (
+        ConversionError,
+        DamageError,
+        DatasetError,
+        FeederError,
+        HsloaderError,
+        IncompatibleError,
+        LoaderError,
+        SettingsChanged,
+        SourceError,
+        StateError,
+        StoreBusyError,
+    )
+    from hsloader.store.dataset import open_dataset
+    from hsloader.store.verification import verify
+    from hsloader.store.writer import Writer
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'hsloader' has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

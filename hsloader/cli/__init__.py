@@ -1,0 +1,1 @@
+"""The hsloader command, one file a subcommand."""

@@ -1,0 +1,1 @@
+"""Plan, run, resume and prove a conversion; export back to producers' files."""
