@@ -5,7 +5,7 @@
     HsloaderError
     ├── SourceError            a producer's file cannot be taken as it is
     ├── ConversionError        a conversion was refused, or stopped and can be resumed
-    │   └── SettingsChanged    a rerun asks for something else than the run it would resume
+    │   └── SettingsChangedError    a rerun asks for something else than the run it would resume
     ├── DatasetError           what lies at DST is not a dataset this version can open
     │   ├── DamageError        the dataset is damaged: missing, truncated, swapped or flipped bytes
     │   └── IncompatibleError  the data are sound but do not fit: another format version, other
@@ -30,7 +30,7 @@ __all__ = [
     "HsloaderError",
     "IncompatibleError",
     "LoaderError",
-    "SettingsChanged",
+    "SettingsChangedError",
     "SourceError",
     "StateError",
     "StoreBusyError",
@@ -57,7 +57,7 @@ class ConversionError(HsloaderError):
     """A conversion was refused before it began, or stopped in a state that can be resumed."""
 
 
-class SettingsChanged(ConversionError):
+class SettingsChangedError(ConversionError):
     """A rerun differs in its settings or sources from the run whose journal it found."""
 
 
