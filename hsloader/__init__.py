@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from hsloader.store import zarr_hook as _zarr_hook
+
 __version__ = "0.1.0"
 
 # Where each public name lives. The key set is the public surface; a test pins it.
@@ -75,6 +77,9 @@ if TYPE_CHECKING:
     from hsloader.store.dataset import open_dataset
     from hsloader.store.verification import verify
     from hsloader.store.writer import Writer
+
+
+_zarr_hook.register_with_zarr()
 
 
 def __getattr__(name: str) -> object:
