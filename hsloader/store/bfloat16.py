@@ -14,12 +14,16 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
-from zarr.dtype import DataTypeValidationError, UInt16, data_type_registry
+import zarr.dtype
+import zarr.errors
+from zarr.dtype import UInt16, data_type_registry
 
 __all__ = ["BFloat16Bits", "register"]
 
 _NAME = "bfloat16"
 _NAN, _INFINITY, _SIGN = 0x7FC0, 0x7F80, 0x8000
+# What a type raises to say "not mine". It moved from zarr.dtype to zarr.errors, where 3.1 does not have it.
+_NotMine: type[ValueError] = getattr(zarr.errors, "DataTypeValidationError", None) or zarr.dtype.DataTypeValidationError
 _SPECIAL = {"NaN": _NAN, "Infinity": _INFINITY, "-Infinity": _INFINITY | _SIGN}
 
 
@@ -36,17 +40,17 @@ class BFloat16Bits(UInt16):
     @classmethod
     def from_native_dtype(cls, dtype: np.dtype[Any]) -> Self:
         """Never matches: ``uint16`` is zarr's own type."""
-        raise DataTypeValidationError(f"{dtype}: bfloat16 is asked for by name, never inferred")
+        raise _NotMine(f"{dtype}: bfloat16 is asked for by name, never inferred")
 
     @classmethod
     def _from_json_v2(cls, data: object) -> Self:
-        raise DataTypeValidationError(f"{data!r}: zarr v2 has no bfloat16")
+        raise _NotMine(f"{data!r}: zarr v2 has no bfloat16")
 
     @classmethod
     def _from_json_v3(cls, data: object) -> Self:
         if data in (_NAME, {"name": _NAME}):
             return cls()
-        raise DataTypeValidationError(f"{data!r}: expected {_NAME!r}")
+        raise _NotMine(f"{data!r}: expected {_NAME!r}")
 
     def to_json(self, zarr_format: int) -> Any:
         """The name, in zarr v3; ``ValueError`` for v2, which has none."""
