@@ -1,0 +1,100 @@
+"""The samples table: one int64 array ``[columns, samples]`` a segment, and the names and extras beside it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hsloader.errors import DamageError
+
+__all__ = [
+    "COLUMNS",
+    "FLAGS",
+    "SAMPLES_LIMIT",
+    "check_table",
+    "decode_text",
+    "encode_texts",
+    "sample_key",
+    "table_from",
+]
+
+# The columns in their order on disk. ``key`` is the unsigned 64-bit key of the sample's name, kept as its int64 bits.
+COLUMNS = ("first_row", "length", "loss_tokens", "first_supervised", "key", "flags")
+
+# Bits of the flags column; the manifest lists them.
+FLAGS = {"all_zero_states": 1, "trimmed": 2}
+
+# No dataset has more samples or rows than these; a larger number in a file is damage.
+SAMPLES_LIMIT = 1 << 40
+ROWS_LIMIT = 1 << 48
+
+_KEY_SALT = b"hsloader sample name\0"
+
+Table = npt.NDArray[np.int64]
+
+
+def sample_key(name: str) -> int:
+    """The 64-bit key of a sample's name: the first eight bytes of a salted sha256, little endian.
+
+    The split by name hangs on it, so it may never change.
+    """
+    digest = hashlib.sha256(_KEY_SALT + encode_name(name)).digest()
+    return int.from_bytes(digest[:8], "little")
+
+
+def encode_name(name: str) -> bytes:
+    """A name's bytes: UTF-8, with the bytes of undecodable file names kept as they were (surrogateescape)."""
+    return name.encode("utf-8", "surrogateescape")
+
+
+def decode_text(data: bytes) -> str:
+    """The name that ``encode_name`` made ``data`` of."""
+    return data.decode("utf-8", "surrogateescape")
+
+
+def encode_extras(extras: dict[str, Any] | None) -> bytes:
+    """Small values of a sample as one JSON object; ``ValueError`` for what JSON cannot hold."""
+    try:
+        text = json.dumps(extras or {}, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=True)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"extras must be values that JSON can hold: {error}") from error
+    return text.encode("ascii")
+
+
+def encode_texts(texts: Sequence[bytes]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+    """Byte strings as one uint8 array and the int64 end of each."""
+    ends = np.cumsum(np.fromiter((len(text) for text in texts), np.int64, len(texts)), dtype=np.int64)
+    return np.frombuffer(b"".join(texts), np.uint8), ends
+
+
+def table_from(rows: Sequence[Sequence[int]]) -> Table:
+    """The table ``[columns, samples]`` of the samples' values in column order (the key as its int64 bits)."""
+    table = np.array(rows, dtype=np.int64).reshape(len(rows), len(COLUMNS))
+    return np.ascontiguousarray(table.T)
+
+
+def check_table(table: Table, rows: int, tokens: int, path: object) -> None:
+    """Demand what holds for every sound table of a segment of ``rows`` rows; ``DamageError`` naming ``path``."""
+    first, length, loss, supervised = table[0], table[1], table[2], table[3]
+    ends = first + length
+    sound = (
+        bool((length >= 1).all())
+        and bool((first >= 0).all())
+        and bool((first[1:] >= ends[:-1]).all())
+        and bool((ends <= rows).all())
+        and int(length.sum()) == tokens
+        and bool((loss >= -1).all())
+        and bool((loss <= length).all())
+        and bool((supervised >= -1).all())
+        and bool((supervised < length).all())
+    )
+    if not sound:
+        raise DamageError(
+            f"{path}: the samples table contradicts itself or the manifest "
+            f"({table.shape[1]:,} samples, {tokens:,} tokens, {rows:,} rows); restore the file or verify the dataset"
+        )

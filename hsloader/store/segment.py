@@ -1,0 +1,411 @@
+"""Writes one segment: samples one by one, their state fields as encoded frames, their token fields as arrays.
+
+A sample is *begun*, its frames are appended, and it is *committed* or *rolled back*. No shard gets its index before its
+last sample is settled, so a bad sample leaves no trace. Equal input gives equal bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from dataclasses import field as dataclass_field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from hsloader.store.codec import Codec, Encoder
+from hsloader.store.fields import Field
+from hsloader.store.files import fsync_directory, write_new
+from hsloader.store.layout import RowLayout, first_chunk_alignment
+from hsloader.store.manifest import SegmentEntry
+from hsloader.store.samples import encode_extras, encode_name, encode_texts, sample_key, table_from
+from hsloader.store.segment_meta import ArrayMeta, SegmentMeta, TableMeta
+from hsloader.store.shard import Mark, ShardRecord, ShardWriter
+from hsloader.store.stored_segment import ArrayInfo, Segment
+from hsloader.store.zarr_json import BF16_AS, array_document, chunk_name, group_document, json_bytes, plain_document
+
+__all__ = ["ArrayInfo", "Segment", "SegmentWriter"]
+
+Bits = np.ndarray[Any, np.dtype[Any]]
+
+# What an encoded sample is taken to measure against its raw bytes before any was seen.
+_USUAL_RATIO = 1.45
+
+
+class SegmentWriter:
+    """Writes a segment into ``directory`` (made if it is not there; its files must not exist yet).
+
+    Not safe for threads: frames are encoded anywhere and appended by one thread, in order. Memory: the frames go
+    straight to their shards, names and extras are kept until ``seal``. After an error of ``begin`` or ``seal`` only
+    ``abort`` is left; after one of ``append`` or ``commit`` also ``rollback``.
+    """
+
+    def __init__(
+        self, directory: Path, fields: tuple[Field, ...], layout: RowLayout, *, bf16_as: str = "bfloat16"
+    ) -> None:
+        if bf16_as not in BF16_AS:
+            raise ValueError(f"bf16_as is {bf16_as!r}; expected one of {', '.join(BF16_AS)}")
+        self.directory = Path(directory)
+        self.fields = tuple(fields)
+        self.layout = layout
+        self._bf16_as = bf16_as
+        self.directory.mkdir(exist_ok=True)
+        self._states: dict[str, _StateArray] = {}
+        self._tokens: dict[str, _TokenArray] = {}
+        for field in self.fields:
+            shards = _Shards(self.directory / field.name, field, layout.shard_chunks(field))
+            codec = Codec(field, layout.chunk_rows[field.name])
+            if field.is_token_field:
+                self._tokens[field.name] = _TokenArray(field, codec, shards)
+            else:
+                self._states[field.name] = _StateArray(field, codec, shards, layout)
+        self._rows_of_samples: list[tuple[int, ...]] = []
+        self._names: list[bytes] = []
+        self._extras: list[bytes] = []
+        self._open: tuple[str, int] | None = None
+        self.tokens = 0
+        self.rows = 0
+        self.raw_bytes = 0
+
+    @property
+    def samples(self) -> int:
+        """Samples committed so far."""
+        return len(self._names)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the state fields' shards so far, without their indexes."""
+        return sum(array.shards.size for array in self._states.values())
+
+    def codec(self, field_name: str) -> Codec:
+        """The codec of a field; share it between threads, take one encoder a thread from it."""
+        return (self._states.get(field_name) or self._tokens[field_name]).codec
+
+    def chunks(self, field_name: str, length: int) -> list[tuple[int, int]]:
+        """The row ranges (start, stop) within a sample of ``length`` tokens that become one frame each, in order."""
+        rows = self.layout.chunk_rows[field_name]
+        return [(start, min(start + rows, length)) for start in range(0, length, rows)]
+
+    def begin(self, name: str, length: int) -> None:
+        """Open the next sample: ``length`` tokens, named ``name`` (undecodable bytes as surrogate escapes)."""
+        if self._open is not None:
+            raise RuntimeError(f"sample {self._open[0]!r} is still open: commit it or roll it back first")
+        if length < 1:
+            raise ValueError(f"sample {name!r} has {length} tokens; expected at least 1")
+        encode_name(name)
+        self._settle()
+        for array in self._states.values():
+            array.begin()
+        self._open = (name, length)
+
+    def append(self, field_name: str, frame: memoryview) -> None:
+        """Append the next frame of the open sample's state field; the frame's memory is free again on return."""
+        if self._open is None:
+            raise RuntimeError("no sample is open")
+        self._states[field_name].append(frame)
+
+    def commit(
+        self,
+        tokens: Mapping[str, Bits],
+        *,
+        loss_tokens: int = -1,
+        first_supervised: int = -1,
+        flags: int = 0,
+        extras: dict[str, Any] | None = None,
+    ) -> None:
+        """Accept the open sample. ``tokens``: bits ``[length, *shape]`` of every token field.
+
+        Raises ``ValueError`` if a field is missing or does not fit; the sample is then still open.
+        """
+        if self._open is None:
+            raise RuntimeError("no sample is open")
+        name, length = self._open
+        taken = self._checked_tokens(name, length, tokens)
+        encoded_extras = encode_extras(extras)
+        row = (self.rows, length, loss_tokens, first_supervised, _as_int64(sample_key(name)), flags)
+        padded = self.layout.padded(length)
+        for array in self._states.values():
+            array.finish(name, length, padded)
+        # Nothing below can fail: the sample is in, or it is as if it had never been begun.
+        for field_name, bits in taken.items():
+            self._tokens[field_name].add(bits, padded)
+        for array in self._states.values():
+            array.accept()
+        self._rows_of_samples.append(row)
+        self._names.append(encode_name(name))
+        self._extras.append(encoded_extras)
+        self.tokens += length
+        self.rows += padded
+        self.raw_bytes += length * sum(field.row_bytes for field in self.fields)
+        self._open = None
+
+    def rollback(self) -> None:
+        """Forget the open sample: the shards are cut back to its start."""
+        if self._open is None:
+            return
+        for array in self._states.values():
+            array.rollback()
+        self._open = None
+
+    def seal(self, quarantine: Sequence[dict[str, Any]] = (), source: dict[str, Any] | None = None) -> SegmentEntry:
+        """Finish the segment durably: token chunks, indexes, tables, metadata, fsync of all.
+
+        The entry's ``path`` is empty until the segment is placed. ``quarantine`` and ``source`` are kept in the
+        segment's metadata.
+        """
+        if self._open is not None:
+            raise RuntimeError(f"sample {self._open[0]!r} is still open: commit it or roll it back first")
+        if not self._names:
+            raise ValueError(f"{self.directory}: a segment needs at least one sample")
+        self._settle()
+        arrays = {field.name: self._seal_array(field) for field in self.fields}
+        tables = self._write_tables()
+        meta = SegmentMeta(
+            samples=self.samples,
+            tokens=self.tokens,
+            rows=self.rows,
+            alignment=self.layout.alignment,
+            raw_bytes=self.raw_bytes,
+            stored_bytes=sum(s.size for a in arrays.values() for s in a.shards) + sum(t.size for t in tables.values()),
+            fields=self.fields,
+            arrays=arrays,
+            tables=tables,
+            quarantine=tuple(quarantine),
+            source=source,
+        )
+        document = json_bytes(group_document(meta.to_attributes()))
+        write_new(self.directory / "zarr.json", document)
+        fsync_directory(self.directory)
+        return meta.entry("", document)
+
+    def abort(self) -> None:
+        """Close what is open; unsealed shards are deleted. Harmless after ``seal``."""
+        for state in self._states.values():
+            state.shards.abort()
+        for token in self._tokens.values():
+            token.shards.abort()
+
+    def __enter__(self) -> SegmentWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()
+
+    def _settle(self) -> None:
+        for state in self._states.values():
+            state.shards.seal_full()
+        for token in self._tokens.values():
+            token.flush()
+            token.shards.seal_full()
+
+    def _checked_tokens(self, name: str, length: int, tokens: Mapping[str, Bits]) -> dict[str, Bits]:
+        if tokens.keys() != self._tokens.keys():
+            raise ValueError(
+                f"sample {name!r}: expected the token fields {sorted(self._tokens)}, found {sorted(tokens)}"
+            )
+        for field_name, bits in tokens.items():
+            field = self._tokens[field_name].field
+            if bits.dtype != field.type.bits or bits.shape != (length, *field.shape):
+                raise ValueError(
+                    f"sample {name!r}, field {field_name}: expected {field.type.bits} {[length, *field.shape]}, "
+                    f"found {bits.dtype} {list(bits.shape)}"
+                )
+        return dict(tokens)
+
+    def _seal_array(self, field: Field) -> ArrayMeta:
+        array = self._states.get(field.name) or self._tokens[field.name]
+        records = array.seal()
+        chunk_rows = array.codec.chunk_rows
+        slots = array.shards.slots
+        document = json_bytes(array_document(field, self.rows, chunk_rows, slots * chunk_rows, bf16_as=self._bf16_as))
+        directory = self.directory / field.name
+        write_new(directory / "zarr.json", document)
+        fsync_directory(directory)
+        return ArrayMeta(
+            chunk_rows=chunk_rows,
+            shard_chunks=slots,
+            zarr_json=hashlib.sha256(document).hexdigest(),
+            shards=tuple(records),
+        )
+
+    def _write_tables(self) -> dict[str, TableMeta]:
+        names, names_end = encode_texts(self._names)
+        tables: dict[str, Bits] = {
+            "samples": table_from(self._rows_of_samples),
+            "names": names,
+            "names_end": names_end,
+        }
+        if any(extras != b"{}" for extras in self._extras):
+            tables["extras"], tables["extras_end"] = encode_texts(self._extras)
+        return {name: write_table(self.directory / name, table) for name, table in tables.items()}
+
+
+def write_table(directory: Path, table: Bits) -> TableMeta:
+    """Write a plain array of one chunk, and describe its files."""
+    directory.mkdir()
+    document = json_bytes(plain_document(table.dtype.name, table.shape))
+    data = table.tobytes()
+    write_new(directory / chunk_name(0, table.ndim), data)
+    write_new(directory / "zarr.json", document)
+    fsync_directory(directory)
+    return TableMeta(
+        size=len(data), digest=hashlib.sha256(data).hexdigest(), zarr_json=hashlib.sha256(document).hexdigest()
+    )
+
+
+def _as_int64(key: int) -> int:
+    return key - (1 << 64) if key >= 1 << 63 else key
+
+
+class _Shards:
+    """The shard files of one array, in order: sealed ones, then open ones. Chunks fill one after another."""
+
+    def __init__(self, directory: Path, field: Field, slots: int) -> None:
+        directory.mkdir()
+        self._directory = directory
+        self._ndim = 1 + len(field.shape)
+        self.slots = slots
+        self._records: list[ShardRecord] = []
+        self._open: list[ShardWriter] = []
+
+    @property
+    def size(self) -> int:
+        return sum(record.size for record in self._records) + sum(shard.size for shard in self._open)
+
+    def append(self, frame: memoryview, align: int) -> None:
+        if not self._open or self._open[-1].count == self.slots:
+            number = len(self._records) + len(self._open)
+            self._open.append(ShardWriter(self._directory / chunk_name(number, self._ndim), self.slots))
+        self._open[-1].append(frame, align)
+
+    def mark(self) -> tuple[int, Mark | None]:
+        """How many shards are open, and the place in the last of them."""
+        return len(self._open), self._open[-1].mark() if self._open else None
+
+    def rollback(self, mark: tuple[int, Mark | None]) -> None:
+        count, place = mark
+        while len(self._open) > count:
+            self._open.pop().abort()
+        if place is not None:
+            self._open[-1].rollback(place)
+
+    def seal_full(self) -> None:
+        while self._open and self._open[0].count == self.slots:
+            self._seal_first()
+
+    def seal(self) -> list[ShardRecord]:
+        while self._open:
+            self._seal_first()
+        return self._records
+
+    def abort(self) -> None:
+        while self._open:
+            self._open.pop().abort()
+
+    def _seal_first(self) -> None:
+        record = self._open[0].seal(fsync=True)
+        del self._open[0]
+        self._records.append(record)
+
+
+class _StateArray:
+    """A state field: frames of whole samples, the first of each aligned, with a way back to the sample's start."""
+
+    def __init__(self, field: Field, codec: Codec, shards: _Shards, layout: RowLayout) -> None:
+        self.field = field
+        self.codec = codec
+        self.shards = shards
+        self._guess = layout.typical_length * field.row_bytes / _USUAL_RATIO
+        self._zero_frame: bytes | None = None
+        self._samples = 0
+        self._bytes = 0
+        self.begin()
+
+    def begin(self) -> None:
+        self._mark = self.shards.mark()
+        self._chunks = 0
+        self._sample_bytes = 0
+
+    def append(self, frame: memoryview) -> None:
+        mean = self._bytes / self._samples if self._samples else self._guess
+        self.shards.append(frame, 8 if self._chunks else first_chunk_alignment(mean))
+        self._chunks += 1
+        self._sample_bytes += len(frame)
+
+    def finish(self, name: str, length: int, padded: int) -> None:
+        """Check that all chunks of the sample are there, and write those that hold nothing but padding."""
+        rows = self.codec.chunk_rows
+        expected, total = -(-length // rows), padded // rows
+        # Padding may have been written by an earlier commit that failed after it.
+        if not expected <= self._chunks <= total or (self._chunks != expected and self._zero_frame is None):
+            raise ValueError(
+                f"sample {name!r}, field {self.field.name}: expected {expected} frames for {length} tokens "
+                f"({rows} rows a chunk), found {self._chunks}"
+            )
+        while self._chunks < total:
+            self.append(memoryview(self._padding()))
+
+    def accept(self) -> None:
+        self._samples += 1
+        self._bytes += self._sample_bytes
+
+    def rollback(self) -> None:
+        self.shards.rollback(self._mark)
+        self.begin()
+
+    def seal(self) -> list[ShardRecord]:
+        return self.shards.seal()
+
+    def _padding(self) -> bytes:
+        if self._zero_frame is None:
+            zeros = np.zeros((self.codec.chunk_rows, self.field.width), self.field.type.bits)
+            self._zero_frame = bytes(self.codec.encoder().encode([zeros]))
+        return self._zero_frame
+
+
+@dataclass
+class _TokenArray:
+    """A token field: rows are gathered until they fill a chunk, which may hold many samples."""
+
+    field: Field
+    codec: Codec
+    shards: _Shards
+    _pending: list[Bits] = dataclass_field(default_factory=list)
+    _rows: int = 0
+    _encoder: Encoder | None = None
+
+    def add(self, bits: Bits, padded: int) -> None:
+        """Take a sample's rows (copied) and the zero rows behind them."""
+        rows = np.zeros((padded, self.field.width), self.field.type.bits)
+        rows[: len(bits)] = bits.reshape(len(bits), self.field.width)
+        self._pending.append(rows)
+        self._rows += padded
+
+    def flush(self) -> None:
+        """Write the chunks that are full."""
+        rows = self.codec.chunk_rows
+        if self._rows < rows:
+            return
+        pending = np.concatenate(self._pending)
+        whole = self._rows - self._rows % rows
+        for start in range(0, whole, rows):
+            self._write(pending[start : start + rows])
+        self._pending = [pending[whole:].copy()]
+        self._rows -= whole
+
+    def seal(self) -> list[ShardRecord]:
+        self.flush()
+        if self._rows:
+            self._write(np.concatenate(self._pending))
+            self._pending, self._rows = [], 0
+        return self.shards.seal()
+
+    def _write(self, rows: Bits) -> None:
+        if self._encoder is None:
+            self._encoder = self.codec.encoder()
+        self.shards.append(self._encoder.encode([rows]), 8)
