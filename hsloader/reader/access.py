@@ -1,0 +1,220 @@
+"""Opens shards and reads byte ranges of them in one of three ways: mmap, pread, O_DIRECT.
+
+All three check what they got: a range that ends early is damage with the file's name, not zeros. Under ``mmap`` a
+range is brought in by MADV_POPULATE_READ, which reports a truncated file or a disk error as an error code where a
+plain access would end the process with SIGBUS.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import queue
+import threading
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from hsloader.errors import DamageError
+from hsloader.store.stored_segment import OPEN_SHARDS, ArrayInfo, ShardHandle
+
+__all__ = ["Access", "Buffer", "Buffers", "OpenShard", "OpenShards", "populate_for_writing"]
+
+Bytes = npt.NDArray[np.uint8]
+
+_PAGE = mmap.PAGESIZE
+_DIRECT_ALIGNMENT = 4096  # of offset, length and address; no disk in use wants more
+_WILLNEED, _DONTNEED = 3, 4
+_POPULATE_READ, _POPULATE_WRITE = 22, 23  # Linux 5.14
+
+# mmap.madvise holds the GIL, and populating waits for the disk: ctypes releases it.
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def populate_for_writing(memory: Bytes) -> None:
+    """Give every page of ``memory`` (page-aligned) its place, faster than faults one by one would."""
+    _libc.madvise(memory.ctypes.data, memory.nbytes, _POPULATE_WRITE)
+
+
+class OpenShard:
+    """An open shard: the store's handle, and what the read mode needs (a map, or a second descriptor)."""
+
+    __slots__ = ("__weakref__", "address", "direct", "handle", "index", "map", "path")
+
+    def __init__(self, handle: ShardHandle, mode: str) -> None:
+        self.handle = handle
+        self.path: Path = handle.path
+        self.index = handle.index
+        self.map: Bytes | None = None
+        self.address = 0
+        self.direct = -1
+        if mode == "mmap":
+            # Both the map and the array live until the last view of them is gone.
+            self.map = np.frombuffer(mmap.mmap(handle.fd, handle.size, prot=mmap.PROT_READ), np.uint8)
+            self.address = self.map.ctypes.data
+        elif mode == "direct":
+            self.direct = os.open(handle.path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+
+    def __del__(self) -> None:
+        if self.direct >= 0:
+            os.close(self.direct)
+
+
+class OpenShards:
+    """The shards that are open, at most ``capacity``; each stays open for as long as somebody holds it."""
+
+    def __init__(self, mode: str, capacity: int = OPEN_SHARDS) -> None:
+        self._mode = mode
+        self._capacity = capacity
+        self._open: OrderedDict[tuple[Path, int], OpenShard] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def find(self, array: ArrayInfo, shard: int) -> OpenShard | None:
+        """The shard if it is open."""
+        key = (array.directory, shard)
+        with self._lock:
+            found = self._open.get(key)
+            if found is not None:
+                self._open.move_to_end(key)
+            return found
+
+    def get(self, array: ArrayInfo, shard: int) -> OpenShard:
+        """The shard, opened and its index checked if need be; ``DamageError`` or ``OSError`` with its path."""
+        found = self.find(array, shard)
+        if found is not None:
+            return found
+        opened = OpenShard(array.open_shard(shard), self._mode)
+        dropped = []
+        with self._lock:
+            opened = self._open.setdefault((array.directory, shard), opened)
+            while len(self._open) > self._capacity:
+                dropped.append(self._open.popitem(last=False))
+        return opened
+
+    def forget(self, array: ArrayInfo, shard: int) -> None:
+        """Open the shard anew next time: a read of it failed."""
+        with self._lock:
+            self._open.pop((array.directory, shard), None)
+
+    def clear(self) -> None:
+        """Let all go."""
+        with self._lock:
+            self._open.clear()
+
+
+class Buffer:
+    """Memory for one read, page-aligned, made on first use and grown when a read needs more."""
+
+    __slots__ = ("_memory",)
+
+    def __init__(self) -> None:
+        self._memory: Bytes = np.empty(0, np.uint8)
+
+    def take(self, size: int) -> Bytes:
+        """The first ``size`` bytes of the buffer, a multiple of the page."""
+        if len(self._memory) < size:
+            self._memory = np.frombuffer(mmap.mmap(-1, -(-size // _PAGE) * _PAGE), np.uint8)
+        return self._memory[:size]
+
+
+class Buffers:
+    """A fixed number of buffers. They bound how far reading runs ahead of decoding."""
+
+    def __init__(self, count: int) -> None:
+        self._free: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
+        for _ in range(count):
+            self._free.put(Buffer())
+
+    def take(self) -> Buffer:
+        """A free buffer; waits for one."""
+        return self._free.get()
+
+    def give(self, buffer: Buffer) -> None:
+        """Return a buffer."""
+        self._free.put(buffer)
+
+
+class Access:
+    """Reads byte ranges of open shards in ``mode``; with ``drop_pages`` their pages leave the page cache afterwards."""
+
+    def __init__(self, mode: str, drop_pages: bool) -> None:
+        self.mode = mode
+        self.drop_pages = drop_pages and hasattr(os, "posix_fadvise")
+        self._populate = True
+
+    def read(self, shard: OpenShard, start: int, stop: int, buffer: Buffer) -> Bytes:
+        """The bytes ``[start, stop)`` of the shard: a view of its map or of ``buffer``."""
+        if shard.map is not None:
+            self._bring_in(shard, start, stop)
+            return shard.map[start:stop]
+        if shard.direct >= 0:
+            first = start // _DIRECT_ALIGNMENT * _DIRECT_ALIGNMENT
+            room = buffer.take(-(-(stop - first) // _DIRECT_ALIGNMENT) * _DIRECT_ALIGNMENT)
+            _fill(shard, shard.direct, room, first, stop)
+            return room[start - first : stop - first]
+        room = buffer.take(stop - start)
+        _fill(shard, shard.handle.fd, room, start, stop)
+        if self.drop_pages:
+            os.posix_fadvise(shard.handle.fd, start, stop - start, os.POSIX_FADV_DONTNEED)
+        return room
+
+    def consumed(self, shard: OpenShard, start: int, stop: int) -> int:
+        """Give back the pages of a decoded range of a map (first the map, or the kernel keeps them); bytes dropped."""
+        if not self.drop_pages or shard.map is None:
+            return 0
+        first, last = -(-start // _PAGE) * _PAGE, stop // _PAGE * _PAGE
+        if last <= first:
+            return 0
+        _libc.madvise(shard.address + first, last - first, _DONTNEED)
+        os.posix_fadvise(shard.handle.fd, first, last - first, os.POSIX_FADV_DONTNEED)
+        return last - first
+
+    def _bring_in(self, shard: OpenShard, start: int, stop: int) -> None:
+        first = start // _PAGE * _PAGE
+        where, size = shard.address + first, stop - first
+        _libc.madvise(where, size, _WILLNEED)  # starts the reads of the whole range at once
+        if not self._populate:
+            return
+        while _libc.madvise(where, size, _POPULATE_READ) != 0:
+            problem = ctypes.get_errno()
+            if problem in (errno.EINTR, errno.EAGAIN):
+                continue
+            if problem == errno.EINVAL:  # a kernel before 5.14; the decoders' accesses then wait for the disk
+                self._populate = False
+                return
+            _explain(shard, start, stop, problem)
+
+
+def _fill(shard: OpenShard, fd: int, room: Bytes, start: int, stop: int) -> None:
+    """Read ``[start, stop)`` into the beginning of ``room``; with O_DIRECT the read may run over ``stop``."""
+    done = 0
+    try:
+        while start + done < stop:
+            count = os.preadv(fd, [room[done:].data], start + done)
+            if count == 0:
+                _explain(shard, start + done, stop, 0)
+            done += count
+            if fd == shard.direct and count % _DIRECT_ALIGNMENT and start + done < stop:
+                _explain(shard, start + done, stop, 0)  # only the file's end gives O_DIRECT an odd count
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror} at byte {start + done:,}", str(shard.path)) from error
+
+
+def _explain(shard: OpenShard, start: int, stop: int, problem: int) -> None:
+    """Raise what a range that could not be brought in means."""
+    size = os.fstat(shard.handle.fd).st_size
+    if size < stop:
+        raise DamageError(
+            f"{shard.path}: the shard was cut off while it was open: expected {shard.handle.size:,} bytes, "
+            f"found {size:,}; restore the file"
+        )
+    os.pread(shard.handle.fd, stop - start, start)  # tells the disk's error, where it is one
+    raise OSError(problem or errno.EIO, f"bytes {start:,} to {stop:,} cannot be read", str(shard.path))

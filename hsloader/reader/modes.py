@@ -1,0 +1,156 @@
+"""Which way to read: mmap, pread or O_DIRECT, decided by the file system, the dataset's size and the memory.
+
+* ``mmap`` (local file systems): decoders read the page cache in place, no copy.
+* ``pread`` (network file systems, FUSE, what is not known): a page fault that a server must answer can neither be
+  timed out nor reported; a read can.
+* ``direct``: the page cache is left alone. For datasets many times the memory, where its eviction costs more than the
+  copy, if a short measurement on the dataset itself says so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from hsloader.reader.limits import memory_total
+from hsloader.reader.options import ReadOptions
+
+__all__ = ["ReadMode", "choose_mode", "file_system", "supports_direct"]
+
+# The numbers statfs(2) gives, and whether the file system's data lie on this machine.
+_MAGIC = {
+    0xEF53: ("ext4", True),
+    0x58465342: ("xfs", True),
+    0x9123683E: ("btrfs", True),
+    0x01021994: ("tmpfs", True),
+    0x858458F6: ("ramfs", True),
+    0x794C7630: ("overlay", True),
+    0xF2F52010: ("f2fs", True),
+    0x2FC12FC1: ("zfs", True),
+    0xCA451A4E: ("bcachefs", True),
+    0x73717368: ("squashfs", True),
+    0xE0F5E1E2: ("erofs", True),
+    0x6969: ("nfs", False),
+    0x0BD00BD0: ("lustre", False),
+    0x65735546: ("fuse", False),
+    0xFF534D42: ("cifs", False),
+    0xFE534D42: ("smb", False),
+    0x00C36400: ("ceph", False),
+    0x47504653: ("gpfs", False),
+    0x19830326: ("beegfs", False),
+    0x01021997: ("9p", False),
+    0x6A656A63: ("virtiofs", False),
+    0x5346414F: ("afs", False),
+    0xAAD7AAEA: ("panfs", False),
+    0x013111A8: ("ibrix", False),
+}
+
+_MANY_TIMES = 4  # a dataset of so many times the memory is worth measuring O_DIRECT for
+_FASTER = 1.1  # ... which must win by this factor
+_PROBE_BYTES = 32 << 20
+_PROBE_READ = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ReadMode:
+    """How to read, and why: ``mode``, whether consumed pages are dropped, the file system's name, a sentence."""
+
+    mode: str
+    drop_pages: bool
+    file_system: str
+    reason: str
+
+
+def choose_mode(options: ReadOptions, root: Path, shard: Path | None, stored_bytes: int) -> ReadMode:
+    """Decide for the dataset at ``root`` of ``stored_bytes``; ``shard`` is one of its larger files.
+
+    ``ValueError`` where ``mode="direct"`` was asked for on a file system that refuses O_DIRECT.
+    """
+    name, local = file_system(root)
+    memory = memory_total()
+    drop = options.drop_pages
+    if drop is None:
+        drop = stored_bytes > 0.8 * memory
+    sizes = f"{_gib(stored_bytes)} of data, {_gib(memory)} of memory"
+    mode: str = options.mode
+    if mode == "auto":
+        mode, reason = _decide(name, local, shard, stored_bytes, memory)
+    else:
+        reason = "asked for"
+    if mode == "mmap" and options.in_process:
+        mode, reason = "pread", "inside the trainer's process, where a truncated file under a map would kill it"
+    if mode == "direct" and options.mode == "direct" and shard is not None and not supports_direct(shard):
+        raise ValueError(f"mode='direct': {shard} cannot be opened with O_DIRECT on {name}; use mode='pread' or 'auto'")
+    if mode == "direct":
+        drop = False
+    kept = "; pages are dropped once decoded" if drop else ""
+    return ReadMode(mode, drop, name, f"{reason} ({name}, {sizes}{kept})")
+
+
+def _decide(name: str, local: bool, shard: Path | None, stored_bytes: int, memory: int) -> tuple[str, str]:
+    if not local:
+        return "pread", "not a local file system"
+    if stored_bytes < _MANY_TIMES * memory or shard is None or name in ("tmpfs", "ramfs"):
+        return "mmap", "a local file system"
+    if not supports_direct(shard):
+        return "mmap", "a local file system without O_DIRECT"
+    buffered, direct = _probe(shard, direct=False), _probe(shard, direct=True)
+    rates = f"O_DIRECT {direct / 1e9:.2f} GB/s, through the page cache {buffered / 1e9:.2f}"
+    return ("direct" if direct > _FASTER * buffered else "mmap"), f"measured: {rates}"
+
+
+def file_system(path: Path | str) -> tuple[str, bool]:
+    """The name of the file system at ``path``, and whether its data lie on this machine."""
+    try:
+        buffer = ctypes.create_string_buffer(512)
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.statfs(os.fsencode(path), buffer) == 0:
+            magic = ctypes.c_ulong.from_buffer(buffer).value & 0xFFFFFFFF
+            return _MAGIC.get(magic, (f"file system {magic:#x}", False))
+    except (OSError, AttributeError):
+        pass
+    return "an unknown file system", False
+
+
+def supports_direct(path: Path | str) -> bool:
+    """Whether the file can be opened and read with O_DIRECT."""
+    flag = getattr(os, "O_DIRECT", 0)
+    if not flag:
+        return False
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flag)
+    except OSError:
+        return False
+    try:
+        os.preadv(fd, [mmap.mmap(-1, mmap.PAGESIZE)], 0)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def _probe(path: Path, *, direct: bool) -> float:
+    """Bytes a second of reading the middle of ``path``; the two ways read parts that do not overlap."""
+    flag = os.O_DIRECT if direct else 0
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flag)
+    try:
+        half = os.fstat(fd).st_size // 2
+        begin = (half if direct else 0) // _PROBE_READ * _PROBE_READ
+        count = max(1, min(_PROBE_BYTES, half) // _PROBE_READ)
+        buffer = mmap.mmap(-1, _PROBE_READ)
+        if not direct:
+            os.posix_fadvise(fd, begin, count * _PROBE_READ, os.POSIX_FADV_DONTNEED)
+        started = time.perf_counter()
+        done = sum(os.preadv(fd, [buffer], begin + i * _PROBE_READ) for i in range(count))
+        return done / max(1e-9, time.perf_counter() - started)
+    finally:
+        os.close(fd)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:,.1f} GiB"

@@ -1,0 +1,137 @@
+"""From the pieces of a batch to the chunks it needs and the byte ranges they lie in. Pure functions of arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from hsloader.errors import DamageError
+from hsloader.store.stored_segment import ArrayInfo
+
+__all__ = ["Frame", "Run", "ShardGroup", "gaps", "runs_of", "split_by_array", "split_by_shard"]
+
+# Frames that lie closer than this in a shard are read together; reading the gap costs less than another request.
+_GAP_BYTES = 64 << 10
+RUN_BYTES = 4 << 20  # ... up to this length: the piece of work of one read and of one decoder
+
+Ints = npt.NDArray[np.int64]
+Pieces = npt.NDArray[np.void]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardGroup:
+    """What a batch wants of one shard of one field: parallel arrays, sorted by chunk.
+
+    Rows ``[source, source + count)`` of chunk ``chunk`` (numbered in the segment) belong at row ``dest`` of the span.
+    """
+
+    array: ArrayInfo
+    field: int
+    segment: int
+    shard: int
+    chunk: Ints
+    source: Ints
+    count: Ints
+    dest: Ints
+    sample: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One chunk's frame in a shard, and its cuts: (first row in the chunk, rows, row of the span, sample)."""
+
+    chunk: int
+    offset: int
+    length: int
+    cuts: list[tuple[int, int, int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A byte range of a shard with the frames in it, in file order."""
+
+    start: int
+    stop: int
+    frames: list[Frame]
+
+
+def split_by_array(wire: Pieces) -> Iterator[tuple[int, int, Pieces]]:
+    """The wire pieces by (field, segment)."""
+    if not len(wire):
+        return
+    order = np.lexsort((wire["segment"], wire["field"]))
+    wire = wire[order]
+    field, segment = wire["field"], wire["segment"]
+    edges = np.flatnonzero((field[1:] != field[:-1]) | (segment[1:] != segment[:-1])) + 1
+    for part in np.split(wire, edges):
+        yield int(part["field"][0]), int(part["segment"][0]), part
+
+
+def split_by_shard(array: ArrayInfo, field: int, segment: int, pieces: Pieces) -> list[ShardGroup]:
+    """The chunks that ``pieces`` (all of one field and segment) need, by shard, in ascending order of chunks."""
+    size = array.chunk_rows
+    row, rows = pieces["row"], pieces["rows"]
+    if int(row.min()) < 0 or int((row + rows).max()) > array.rows:
+        raise DamageError(f"{array.directory}: a batch wants rows beyond the segment's {array.rows:,}")
+    first = row // size
+    spread = (row + rows - 1) // size - first + 1
+    piece = np.repeat(np.arange(len(pieces)), spread)
+    chunk = first[piece] + np.arange(len(piece)) - np.repeat(np.cumsum(spread) - spread, spread)
+    begin = np.maximum(row[piece], chunk * size)
+    count = np.minimum((row + rows)[piece], (chunk + 1) * size) - begin
+    dest = pieces["dest"][piece] + begin - row[piece]
+    order = np.argsort(chunk, kind="stable")
+    columns = [column[order] for column in (chunk, begin - chunk * size, count, dest, pieces["sample"][piece])]
+    shard = columns[0] // array.shard_chunks
+    edges = np.flatnonzero(np.diff(shard)) + 1
+    parts = zip(*(np.split(column, edges) for column in columns), strict=True)
+    firsts = shard[np.concatenate([[0], edges])]
+    return [ShardGroup(array, field, segment, int(number), *part) for number, part in zip(firsts, parts, strict=True)]
+
+
+def runs_of(group: ShardGroup, index: npt.NDArray[np.uint64]) -> list[Run]:
+    """The byte ranges to read for ``group``, given its shard's index, in file order."""
+    chunks, starts = np.unique(group.chunk, return_index=True)
+    places = index[chunks - group.shard * group.array.shard_chunks].astype(np.int64).tolist()
+    cuts = list(
+        zip(group.source.tolist(), group.count.tolist(), group.dest.tolist(), group.sample.tolist(), strict=True)
+    )
+    bounds = [*starts.tolist(), len(cuts)]
+    frames = [
+        Frame(chunk, offset, length, cuts[bounds[i] : bounds[i + 1]])
+        for i, (chunk, (offset, length)) in enumerate(zip(chunks.tolist(), places, strict=True))
+    ]
+    frames.sort(key=lambda frame: frame.offset)
+    runs: list[Run] = []
+    held: list[Frame] = []
+    for frame in frames:
+        if held and (
+            frame.offset - (held[-1].offset + held[-1].length) > _GAP_BYTES
+            or frame.offset + frame.length - held[0].offset > RUN_BYTES
+        ):
+            runs.append(_run(held))
+            held = []
+        held.append(frame)
+    if held:
+        runs.append(_run(held))
+    return runs
+
+
+def gaps(wire: Pieces, rows: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    """The (field, first row, last row + 1) of the spans that no piece covers. ``wire`` is sorted by (field, dest)."""
+    found: list[tuple[int, int, int]] = []
+    edges = np.searchsorted(wire["field"], np.arange(len(rows) + 1))
+    for field, total in enumerate(rows):
+        part = wire[edges[field] : edges[field + 1]]
+        begin = np.concatenate([[0], part["dest"] + part["rows"]])
+        end = np.concatenate([part["dest"], [total]])
+        open_ones = np.flatnonzero(end > begin)
+        found += [(field, int(begin[i]), int(end[i])) for i in open_ones]
+    return found
+
+
+def _run(frames: list[Frame]) -> Run:
+    return Run(frames[0].offset, frames[-1].offset + frames[-1].length, frames)

@@ -1,0 +1,335 @@
+"""The ring: one memory file that the trainer and its feeder share.
+
+::
+
+    page 0          the shape (what is where), written once
+    counters        trainer, feeder, one row a feeder thread (with the path it works on)
+    info            two JSON texts about the loader: the trainer's, the feeder's
+    requests        one record a slot, written by the trainer only
+    completions     one record a slot, written by the feeder only
+    areas           one a slot: the request's pieces, later the feeder's list of bad samples
+    slots           one a batch: page-aligned, one contiguous span a field
+    (tail)          areas of batches with more pieces than was foreseen
+
+Records carry their own crc32c and are read only after a system call (poll or recv), so that a half-written one is
+never taken for a record; areas are read and written with pread and pwrite, so the file may grow under a mapping.
+The file has no name in any directory; others of the same user find ``/memfd:hsloader-ring`` among ``/proc/PID/fd``.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from crc32c import crc32c
+
+from hsloader.reader.counters import FeederCounter, ThreadCounter, TrainerCounter
+
+__all__ = ["MEMFD_NAME", "Completion", "Request", "Ring", "RingShape", "Status"]
+
+MEMFD_NAME = "hsloader-ring"
+MAGIC = b"HSLRING\0"
+VERSION = 1
+
+_PAGE = mmap.PAGESIZE
+_HUGE = 2 << 20
+_COUNTERS = 64  # int64 places of the trainer and of the feeder
+_ROW = 512  # bytes of a thread's row: 32 counters, then the path it works on
+_ROW_COUNTERS = 32
+_INFO = 8192
+_RECORD = 128
+_SHAPE = struct.Struct("<8sIIIIQQQ")
+_REQUEST = struct.Struct("<QqQQQQI")  # serial, key, generation, area offset, area bytes, blob bytes, blob crc
+_COMPLETION = struct.Struct("<QQQQQQQI")  # serial, status, bad, blob bytes, started, finished, decoded bytes, blob crc
+_CHECK = struct.Struct("<I")
+
+Bytes = npt.NDArray[np.uint8]
+Counters = npt.NDArray[np.int64]
+
+
+class Status:
+    """How a request ended: its slot is filled, or it was cancelled, or the feeder itself failed (a text says how)."""
+
+    FILLED = 1
+    CANCELLED = 2
+    FAILED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The trainer's record of a slot. ``serial`` never repeats in a ring; 0 means that nothing was asked yet."""
+
+    serial: int
+    key: int
+    generation: int
+    area_offset: int
+    area_bytes: int
+    blob_bytes: int
+    blob_crc: int
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The feeder's record of a slot: what became of request ``serial``. Instants and bytes as in ``counters``."""
+
+    serial: int
+    status: int
+    bad: int
+    blob_bytes: int
+    started: int
+    finished: int
+    decoded_bytes: int
+    blob_crc: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RingShape:
+    """Sizes that fix where everything lies: slots of ``slot_bytes``, areas of ``area_bytes``, rows for threads."""
+
+    slots: int
+    slot_bytes: int
+    area_bytes: int
+    threads: int
+
+    def __post_init__(self) -> None:
+        if self.slots < 1 or self.slot_bytes < _PAGE or self.slot_bytes % _PAGE or self.area_bytes % 64:
+            raise ValueError(f"a ring cannot have this shape: {self}")
+
+    @staticmethod
+    def round_slot(size: int) -> int:
+        """``size`` rounded up to what a slot may have: whole pages, whole huge pages from 2 MiB on."""
+        unit = _HUGE if size >= _HUGE else _PAGE
+        return max(unit, -(-size // unit) * unit)
+
+    @property
+    def feeder_at(self) -> int:
+        """Offset of the feeder's counters; the trainer's lie before them."""
+        return _PAGE + _COUNTERS * 8
+
+    @property
+    def threads_at(self) -> int:
+        """Offset of the threads' rows."""
+        return self.feeder_at + _COUNTERS * 8
+
+    @property
+    def info_at(self) -> int:
+        """Offset of the trainer's info; the feeder's follows."""
+        return self.threads_at + self.threads * _ROW
+
+    @property
+    def requests_at(self) -> int:
+        """Offset of the requests."""
+        return self.info_at + 2 * _INFO
+
+    @property
+    def completions_at(self) -> int:
+        """Offset of the completions."""
+        return self.requests_at + self.slots * _RECORD
+
+    @property
+    def areas_at(self) -> int:
+        """Offset of the areas; what lies before is the header that both sides map."""
+        return -(-(self.completions_at + self.slots * _RECORD) // _PAGE) * _PAGE
+
+    @property
+    def slots_at(self) -> int:
+        """Offset of the first slot."""
+        unit = _HUGE if self.slot_bytes >= _HUGE else _PAGE
+        return -(-(self.areas_at + self.slots * self.area_bytes) // unit) * unit
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the file without its tail."""
+        return self.slots_at + self.slots * self.slot_bytes
+
+
+class Ring:
+    """A mapped ring. The memory lives until the ring and every view of its slots are gone."""
+
+    def __init__(self, fd: int, shape: RingShape, slots: mmap.mmap | None = None, *, writable: bool = True) -> None:
+        self.fd = fd
+        self.shape = shape
+        access = mmap.ACCESS_DEFAULT if writable else mmap.ACCESS_READ
+        self._header = mmap.mmap(fd, shape.areas_at, access=access)
+        header = np.frombuffer(self._header, np.uint8)
+        self.trainer: Counters = header[_PAGE : shape.feeder_at].view(np.int64)
+        self.feeder: Counters = header[shape.feeder_at : shape.threads_at].view(np.int64)
+        rows = header[shape.threads_at : shape.info_at].reshape(shape.threads, _ROW)
+        self.threads: Counters = rows[:, : _ROW_COUNTERS * 8].view(np.int64)
+        self._paths: Bytes = rows[:, _ROW_COUNTERS * 8 :]
+        self._slots = slots
+        self._memory: Bytes | None = None
+        self._tail = shape.file_bytes
+
+    @classmethod
+    def create(cls, shape: RingShape) -> Ring:
+        """A new ring, in a memory file; where there is no such thing, one that only this process can use."""
+        slots = None
+        if hasattr(os, "memfd_create"):
+            fd = os.memfd_create(MEMFD_NAME, os.MFD_CLOEXEC)
+        else:
+            with tempfile.TemporaryFile() as file:
+                fd = os.dup(file.fileno())
+            slots = mmap.mmap(-1, shape.slots * shape.slot_bytes)
+        try:
+            os.ftruncate(fd, shape.file_bytes)
+            values = (shape.slots, shape.threads, 0, shape.slot_bytes, shape.area_bytes, shape.file_bytes)
+            os.pwrite(fd, _SHAPE.pack(MAGIC, VERSION, *values), 0)
+            return cls(fd, shape, slots)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def attach(cls, fd: int, *, writable: bool = True) -> Ring:
+        """The ring in the file open at ``fd`` (which it then owns). ``ValueError`` if it is none of this version.
+
+        A monitor opens it read-only; the slots of such a ring cannot be mapped.
+        """
+        data = os.pread(fd, _SHAPE.size, 0)
+        if len(data) < _SHAPE.size:
+            raise ValueError(f"descriptor {fd} is no ring: it holds {len(data)} bytes")
+        magic, version, slots, threads, _, slot_bytes, area_bytes, file_bytes = _SHAPE.unpack(data)
+        if magic != MAGIC or version != VERSION:
+            raise ValueError(f"descriptor {fd} is no ring of version {VERSION}: {magic!r}, version {version}")
+        shape = RingShape(slots=slots, slot_bytes=slot_bytes, area_bytes=area_bytes, threads=threads)
+        if shape.file_bytes != file_bytes or os.fstat(fd).st_size < file_bytes:
+            raise ValueError(f"the ring at descriptor {fd} contradicts itself: {shape}, {file_bytes} bytes")
+        return cls(fd, shape, writable=writable)
+
+    def close(self) -> None:
+        """Close the descriptor. The mapping stays for as long as somebody holds a view of it."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def slot(self, number: int) -> Bytes:
+        """The memory of a slot: writable uint8 of ``shape.slot_bytes``, mapped on first use."""
+        if self._memory is None:
+            size = self.shape.slots * self.shape.slot_bytes
+            if self._slots is None:
+                self._slots = mmap.mmap(self.fd, size, offset=self.shape.slots_at)
+            self._memory = np.frombuffer(self._slots, np.uint8)
+        start = number * self.shape.slot_bytes
+        return self._memory[start : start + self.shape.slot_bytes]
+
+    # Requests: written by the trainer.
+
+    def write_request(self, slot: int, serial: int, key: int, generation: int, blob: bytes | memoryview) -> None:
+        """Ask for ``blob`` (span table and wire pieces) in ``slot``; the record is the last thing written."""
+        old = self.request(slot)
+        if old is not None and old.area_bytes >= len(blob):
+            offset, size = old.area_offset, old.area_bytes
+        elif len(blob) <= self.shape.area_bytes:
+            offset, size = self.shape.areas_at + slot * self.shape.area_bytes, self.shape.area_bytes
+        else:
+            size = -(-len(blob) * 3 // 2 // _PAGE) * _PAGE
+            offset, self._tail = self._tail, self._tail + size
+        self._pwrite(blob, offset)
+        record = _REQUEST.pack(serial, key, generation, offset, size, len(blob), crc32c(blob))
+        self._write_record(self.shape.requests_at + slot * _RECORD, record)
+
+    def request(self, slot: int) -> Request | None:
+        """The slot's request, or None: nothing was asked yet, or the record is being written."""
+        values = self._read_record(self.shape.requests_at + slot * _RECORD, _REQUEST)
+        return Request(*values) if values else None
+
+    def request_blob(self, request: Request) -> bytes | None:
+        """What the request says, or None if its bytes are not those that the record describes."""
+        blob = self._pread(request.blob_bytes, request.area_offset)
+        return blob if crc32c(blob) == request.blob_crc else None
+
+    # Completions: written by the feeder.
+
+    def write_completion(
+        self, slot: int, request: Request, status: int, *, bad: int, blob: bytes, times: tuple[int, int], decoded: int
+    ) -> None:
+        """Report ``request`` done; ``blob`` (bad samples, or the failure's text) overwrites its pieces in the area."""
+        blob = blob[: request.area_bytes]
+        if blob:
+            self._pwrite(blob, request.area_offset)
+        record = _COMPLETION.pack(request.serial, status, bad, len(blob), *times, decoded, crc32c(blob))
+        self._write_record(self.shape.completions_at + slot * _RECORD, record)
+
+    def completion(self, slot: int) -> Completion | None:
+        """The slot's completion, or None: there is none yet, or it is being written."""
+        values = self._read_record(self.shape.completions_at + slot * _RECORD, _COMPLETION)
+        return Completion(*values) if values else None
+
+    def completion_blob(self, request: Request, completion: Completion) -> bytes:
+        """What the feeder wrote with its completion."""
+        return self._pread(completion.blob_bytes, request.area_offset)
+
+    # What is said for people: info texts and the paths that threads work on.
+
+    def write_info(self, info: Mapping[str, Any], *, feeder: bool = False) -> None:
+        """Store a JSON object of at most 8 KB about the loader (the trainer's) or the feeder."""
+        text = json.dumps(info, default=str).encode()
+        if len(text) > _INFO - 8:
+            text = json.dumps({"error": f"info of {len(text)} bytes left out"}).encode()
+        at = self.shape.info_at + feeder * _INFO
+        self._header[at : at + 8 + len(text)] = struct.pack("<II", len(text), crc32c(text)) + text
+
+    def info(self, *, feeder: bool = False) -> dict[str, Any]:
+        """The trainer's or the feeder's info; empty while it is being written."""
+        at = self.shape.info_at + feeder * _INFO
+        length, crc = struct.unpack("<II", self._header[at : at + 8])
+        text = self._header[at + 8 : at + 8 + min(length, _INFO - 8)]
+        if not length or crc32c(text) != crc:
+            return {}
+        info: dict[str, Any] = json.loads(text)
+        return info
+
+    def write_path(self, thread: int, path: bytes) -> None:
+        """Name the file that a feeder thread works on, relative to the dataset (its last 255 bytes are kept)."""
+        room = self._paths[thread]
+        path = path[-(len(room) - 1) :] + b"\0"
+        room[: len(path)] = np.frombuffer(path, np.uint8)
+
+    def path(self, thread: int) -> str:
+        """The file that a feeder thread works on or worked on last."""
+        text: bytes = self._paths[thread].tobytes()
+        return text.split(b"\0", 1)[0].decode(errors="replace")
+
+    def totals(self) -> dict[str, int]:
+        """Every counter by name: ``trainer_*``, ``feeder_*``, and the threads' totals summed as ``threads_*``."""
+        found = {f"trainer_{c.name.lower()}": int(self.trainer[c]) for c in TrainerCounter}
+        found |= {f"feeder_{c.name.lower()}": int(self.feeder[c]) for c in FeederCounter}
+        sums = self.threads.sum(axis=0)
+        found |= {f"threads_{c.name.lower()}": int(sums[c]) for c in ThreadCounter if c >= ThreadCounter.READS}
+        return found
+
+    def _write_record(self, at: int, record: bytes) -> None:
+        self._header[at : at + len(record) + 4] = record + _CHECK.pack(crc32c(record))
+
+    def _read_record(self, at: int, layout: struct.Struct) -> tuple[Any, ...] | None:
+        data = self._header[at : at + layout.size + 4]
+        record = data[: layout.size]
+        if crc32c(record) != _CHECK.unpack_from(data, layout.size)[0]:
+            return None
+        values = layout.unpack(record)
+        return values if values[0] else None
+
+    def _pwrite(self, data: bytes | memoryview, offset: int) -> None:
+        view = memoryview(data).cast("B")
+        while view:
+            done = os.pwrite(self.fd, view, offset)
+            view, offset = view[done:], offset + done
+
+    def _pread(self, size: int, offset: int) -> bytes:
+        parts = []
+        while size > 0:
+            part = os.pread(self.fd, size, offset)
+            if not part:
+                break
+            parts.append(part)
+            size, offset = size - len(part), offset + len(part)
+        return b"".join(parts)
