@@ -111,7 +111,9 @@ def checked_tensor(
             f"a tensor of shape {_short(shape)} claims {elements * item} bytes, but its storage {block.name} holds "
             f"{block.size}; at most {allowed} are accepted (stride {_short(stride)})"
         )
-    end = start + (1 + sum((n - 1) * s for n, s in zip(sizes, steps, strict=True)) if elements else 0)
+    if not elements:
+        return Tensor(dtype, sizes, steps, 0, block)
+    end = start + 1 + sum((n - 1) * s for n, s in zip(sizes, steps, strict=True))
     if end > held:
         raise BlockError(
             f"a tensor of shape {_short(shape)}, stride {_short(stride)}, offset {start} reaches {end} elements into "

@@ -1,0 +1,77 @@
+"""Survey a source: discover its files and describe each from its headers, in threads; no payload is read."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from hsloader.errors import SourceError
+from hsloader.formats.discover import FoundFile, Skipped, discover
+from hsloader.formats.opening import describe_file
+from hsloader.formats.source import Described, Hints, SampleSource
+
+__all__ = ["Survey", "survey"]
+
+_BATCH = 64  # files a thread takes at a time
+
+
+@dataclass
+class Survey:
+    """What a source holds.
+
+    ``samples`` in natural order; ``bad`` what looked like a sample and cannot be taken, with the reason; ``sidecars``
+    what was set aside; ``layouts`` how many samples each layout has.  Every file below SRC is in one of them.
+    """
+
+    src: str
+    samples: list[SampleSource] = field(default_factory=list)
+    bad: list[Skipped] = field(default_factory=list)
+    sidecars: list[Skipped] = field(default_factory=list)
+    layouts: Counter[str] = field(default_factory=Counter)
+
+
+def survey(
+    src: str | os.PathLike[str],
+    *,
+    hints: Hints | None = None,
+    threads: int = 8,
+    progress: Callable[[int, int], None] | None = None,
+) -> Survey:
+    """Discover and describe everything below ``src``. ``progress(files done, files)`` is called now and then."""
+    found = discover(src)
+    result = Survey(found.src, bad=list(found.bad), sidecars=list(found.sidecars))
+    hints = hints or Hints()
+    batches = [found.files[i : i + _BATCH] for i in range(0, len(found.files), _BATCH)]
+    done = 0
+    with ThreadPoolExecutor(max(1, threads), thread_name_prefix="hsloader-survey") as pool:
+        for batch, outcomes in zip(batches, pool.map(lambda b: _describe(b, hints), batches), strict=True):
+            for file, outcome in zip(batch, outcomes, strict=True):
+                _take(result, file, outcome)
+            done += len(batch)
+            if progress is not None:
+                progress(done, len(found.files))
+    return result
+
+
+def _describe(files: Iterable[FoundFile], hints: Hints) -> list[Described | SourceError]:
+    outcomes: list[Described | SourceError] = []
+    for file in files:
+        try:
+            outcomes.append(describe_file(file.path, file.name, hints=hints))
+        except SourceError as error:
+            outcomes.append(error)
+    return outcomes
+
+
+def _take(result: Survey, file: FoundFile, outcome: Described | SourceError) -> None:
+    if isinstance(outcome, SourceError):
+        lock = " (a lock file lies beside it: perhaps it is still being written)" if file.lock else ""
+        result.bad.append(Skipped(file.name, outcome.reason + lock))
+    elif outcome.sidecar is not None:
+        result.sidecars.append(Skipped(file.name, outcome.sidecar))
+    else:
+        result.samples.extend(outcome.samples)
+        result.layouts[outcome.layout] += len(outcome.samples)
