@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from hsloader.errors import SourceError
-from hsloader.formats.discover import FoundFile, Skipped, discover
+from hsloader.formats.discover import Discovery, FoundFile, Skipped, discover
 from hsloader.formats.opening import describe_file
 from hsloader.formats.source import Described, Hints, SampleSource
 
@@ -39,9 +39,13 @@ def survey(
     hints: Hints | None = None,
     threads: int = 8,
     progress: Callable[[int, int], None] | None = None,
+    found: Discovery | None = None,
 ) -> Survey:
-    """Discover and describe everything below ``src``. ``progress(files done, files)`` is called now and then."""
-    found = discover(src)
+    """Discover and describe everything below ``src``. ``progress(files done, files)`` is called now and then.
+
+    ``found`` is what an earlier ``discover(src)`` found, or the part of it that is to be described.
+    """
+    found = found or discover(src)
     result = Survey(found.src, bad=list(found.bad), sidecars=list(found.sidecars))
     hints = hints or Hints()
     batches = [found.files[i : i + _BATCH] for i in range(0, len(found.files), _BATCH)]
