@@ -1,0 +1,137 @@
+"""What a conversion is asked to do: one frozen, keyword-only record, and the part of it that decides the bytes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+__all__ = ["DEFAULT_SEGMENT_BYTES", "SEGMENTS_AT_MOST", "ConvertSettings", "cores"]
+
+DEFAULT_SEGMENT_BYTES = 8 << 30
+SEGMENTS_AT_MOST = 4096  # a segment is at least total / 4096, so that opening a dataset stays quick
+_SMALLEST_SEGMENT = 1 << 20
+
+_CODECS = ("lossless", "none")
+_BF16 = ("bfloat16", "uint16")
+_NORM_STATES = ("pre", "post", "unknown")
+
+# These change how fast a run is, what it proves or what it leaves behind, but not one byte of the segments.
+_NOT_IN_THE_BYTES = frozenset({"workers", "threads", "delete_source", "read_back", "append", "replan"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConvertSettings:
+    """Settings of one conversion; ``hsloader.convert`` documents each."""
+
+    codec: str = "lossless"
+    bf16_as: str = "bfloat16"
+    segment_size: int | None = None
+    typical_length: int | None = None
+    trim_padding: bool = False
+    producer: str | None = None
+    model: str | None = None
+    hidden_size: int | None = None
+    num_layers: int | None = None
+    layer_ids: tuple[int, ...] | None = None
+    layer_convention: str | None = None
+    norm_state: str | None = None
+    vocab_size: int | None = None
+    tokenizer: str | None = None
+    notes: tuple[str, ...] = ()
+    workers: int | None = None
+    threads: int | None = None
+    read_back: bool = True
+    delete_source: bool | Literal["lossy"] = False
+    append: bool = False
+    replan: bool = False
+
+    def __post_init__(self) -> None:
+        _one_of("codec", self.codec, _CODECS)
+        _one_of("bf16_as", self.bf16_as, _BF16)
+        if self.norm_state is not None:
+            _one_of("norm_state", self.norm_state, _NORM_STATES)
+        for name in ("typical_length", "hidden_size", "num_layers", "vocab_size", "workers", "threads"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} is {value!r}; expected a number of at least 1")
+        if self.segment_size is not None and self.segment_size < _SMALLEST_SEGMENT:
+            raise ValueError(
+                f"segment_size is {self.segment_size:,} bytes; expected at least {_SMALLEST_SEGMENT:,} (raw bytes)"
+            )
+        if self.delete_source not in (False, True, "lossy"):
+            raise ValueError(f"delete_source is {self.delete_source!r}; expected False, True or 'lossy'")
+        if self.delete_source and not self.read_back:
+            raise ValueError("delete_source needs read_back: nothing is removed that was not read back equal")
+        if self.lossy and self.delete_source is True:
+            raise ValueError(
+                "trim_padding leaves rows of the source out, so deleting it cannot be undone; "
+                "ask for it as delete_source='lossy', or leave delete_source out"
+            )
+
+    @classmethod
+    def of(cls, *, layer_ids: Sequence[int] | None = None, notes: Sequence[str] = (), **rest: Any) -> ConvertSettings:
+        """The settings with sequences as tuples; ``TypeError`` names an unknown setting."""
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(set(rest) - known)
+        if unknown:
+            raise TypeError(f"unknown setting {', '.join(unknown)}; there are {', '.join(sorted(known))}")
+        ids = None if layer_ids is None else tuple(int(i) for i in layer_ids)
+        return cls(layer_ids=ids, notes=tuple(notes), **rest)
+
+    @property
+    def lossy(self) -> bool:
+        """Whether something of the source is left out on purpose."""
+        return self.trim_padding
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the bytes of the segments, as JSON values: a rerun must agree in all of it."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in sorted(values.items())
+            if name not in _NOT_IN_THE_BYTES
+        }
+
+    def segment_bytes(self, total: int) -> int:
+        """Raw bytes at which a segment closes, for ``total`` raw bytes."""
+        if self.segment_size is not None:
+            return self.segment_size
+        return max(DEFAULT_SEGMENT_BYTES, -(-total // SEGMENTS_AT_MOST))
+
+    def parallelism(self, segments: int) -> tuple[int, int]:
+        """Worker processes and encoder threads in each, for this many segments on the cores that this process has."""
+        available = cores()
+        workers = min(self.workers or available, max(1, segments))
+        threads = self.threads or max(1, available // workers)
+        return workers, threads
+
+
+def cores() -> int:
+    """Cores that this process may use: the affinity mask, and the cgroup's quota where there is one."""
+    return max(1, min(len(os.sched_getaffinity(0)), _quota()))
+
+
+def _quota() -> int:
+    """Whole cores of the cgroup's CPU quota (version 2, then 1); a large number where there is none."""
+    unlimited = 1 << 16
+    try:
+        with open("/sys/fs/cgroup/cpu.max") as file:
+            quota, period = file.read().split()
+        return unlimited if quota == "max" else -(-int(quota) // int(period))
+    except (OSError, ValueError):
+        pass
+    try:
+        with open("/sys/fs/cgroup/cpu/cpu.cfs_quota_us") as file:
+            quota_us = int(file.read())
+        with open("/sys/fs/cgroup/cpu/cpu.cfs_period_us") as file:
+            period_us = int(file.read())
+        return unlimited if quota_us <= 0 else -(-quota_us // period_us)
+    except (OSError, ValueError, ZeroDivisionError):
+        return unlimited
+
+
+def _one_of(name: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; expected one of {', '.join(allowed)}")
