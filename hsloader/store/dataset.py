@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hsloader.errors import DamageError, IncompatibleError
+from hsloader.store.arrays import as_tensor
 from hsloader.store.codec import FrameError
 from hsloader.store.fields import Field
 from hsloader.store.manifest import Manifest, Provenance, read_manifest
@@ -262,13 +263,3 @@ class _ChunkCache:
 
     def clear(self) -> None:
         self._chunks.clear()
-
-
-def as_tensor(bits: Bits, dtype: str) -> torch.Tensor:
-    """The torch tensor of ``dtype`` that shares the memory of ``bits``."""
-    import torch
-
-    if dtype in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
-        view: torch.Tensor = torch.from_numpy(bits.view(np.int16 if dtype == "bfloat16" else np.uint8))
-        return view.view(getattr(torch, dtype))
-    return torch.from_numpy(bits)

@@ -83,7 +83,7 @@ class _Numbers:
 class Root:
     """A dataset's directory, for those who write to it."""
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.private = self.path / _PRIVATE
         self.scratch = self.private / "tmp"
@@ -91,7 +91,7 @@ class Root:
         self._numbers_file = self.private / "numbers"
 
     @classmethod
-    def create(cls, path: Path | str) -> Root:
+    def create(cls, path: str | os.PathLike[str]) -> Root:
         """The dataset at ``path``, made if it is not there. Nothing a reader would open exists before ``commit``.
 
         ``DatasetError`` if ``path`` holds other files.
@@ -110,7 +110,7 @@ class Root:
         return root
 
     @classmethod
-    def open(cls, path: Path | str) -> Root:
+    def open(cls, path: str | os.PathLike[str]) -> Root:
         """The dataset at ``path``, which must have a manifest."""
         root = cls(path)
         read_manifest(root.path)

@@ -19,6 +19,7 @@ __all__ = [
     "check_table",
     "decode_text",
     "encode_texts",
+    "mask_counts",
     "sample_key",
     "table_from",
 ]
@@ -45,6 +46,19 @@ def sample_key(name: str) -> int:
     """
     digest = hashlib.sha256(_KEY_SALT + encode_name(name)).digest()
     return int.from_bytes(digest[:8], "little")
+
+
+def mask_counts(mask: npt.NDArray[Any], dtype: str) -> tuple[int, int]:
+    """Supervised tokens of a loss mask (bits ``[tokens]`` of ``dtype``), and the first of them (-1: there is none).
+
+    A token is supervised where its mask is not zero.
+    """
+    if dtype == "bfloat16":
+        mask = mask & 0x7FFF  # minus zero is zero
+    elif dtype.startswith("float8"):
+        mask = mask & 0x7F
+    supervised = np.flatnonzero(mask)
+    return len(supervised), int(supervised[0]) if len(supervised) else -1
 
 
 def encode_name(name: str) -> bytes:

@@ -118,7 +118,8 @@ class SegmentWriter:
     ) -> None:
         """Accept the open sample. ``tokens``: bits ``[length, *shape]`` of every token field.
 
-        Raises ``ValueError`` if a field is missing or does not fit; the sample is then still open.
+        Raises ``ValueError`` if a field is missing or does not fit, ``OSError`` if the disk is full; the sample is then
+        still open, to be rolled back.
         """
         if self._open is None:
             raise RuntimeError("no sample is open")
@@ -128,8 +129,10 @@ class SegmentWriter:
         row = (self.rows, length, loss_tokens, first_supervised, _as_int64(sample_key(name)), flags)
         padded = self.layout.padded(length)
         for array in self._states.values():
-            array.finish(name, length, padded)
-        # Nothing below can fail: the sample is in, or it is as if it had never been begun.
+            array.check(name, length)
+        for array in self._states.values():
+            array.pad(padded)
+        # From here on only memory is touched: the sample is in as a whole.
         for field_name, bits in taken.items():
             self._tokens[field_name].add(bits, padded)
         for array in self._states.values():
@@ -337,17 +340,18 @@ class _StateArray:
         self._chunks += 1
         self._sample_bytes += len(frame)
 
-    def finish(self, name: str, length: int, padded: int) -> None:
-        """Check that all chunks of the sample are there, and write those that hold nothing but padding."""
-        rows = self.codec.chunk_rows
-        expected, total = -(-length // rows), padded // rows
-        # Padding may have been written by an earlier commit that failed after it.
-        if not expected <= self._chunks <= total or (self._chunks != expected and self._zero_frame is None):
+    def check(self, name: str, length: int) -> None:
+        """Demand that all chunks of the open sample are there."""
+        expected = -(-length // self.codec.chunk_rows)
+        if self._chunks != expected:
             raise ValueError(
                 f"sample {name!r}, field {self.field.name}: expected {expected} frames for {length} tokens "
-                f"({rows} rows a chunk), found {self._chunks}"
+                f"({self.codec.chunk_rows} rows a chunk), found {self._chunks}"
             )
-        while self._chunks < total:
+
+    def pad(self, padded: int) -> None:
+        """Write the chunks behind the sample that hold nothing but zero rows."""
+        while self._chunks < padded // self.codec.chunk_rows:
             self.append(memoryview(self._padding()))
 
     def accept(self) -> None:
