@@ -28,14 +28,14 @@ _SHUFFLED, _MEMCPYED, _DONT_SPLIT, _ZSTD = 0x01, 0x02, 0x10, 4 << 5
 
 _BLOCK_LIMIT = 512 * 1024
 _MIN_PLANE = 128  # Blosc decodes a block as split only if each plane has at least so many bytes
-_MAX_CHUNK = 2**31 - 1 - HEADER.size  # Blosc counts bytes in int32
+_MAX_CHUNK = (2**31 - 1 - 255 * 4) // 3  # Blosc's largest block
 _SAMPLE = 4096
 _SAMPLE_PAYS = _SAMPLE - _SAMPLE // 32
 
 
-def _entropy_only() -> zstandard.ZstdCompressionParameters:
+def _entropy_only() -> zstandard.ZstdCompressor:
     """zstd reduced to its Huffman stage: a 64-entry match table finds runs (padding), and nothing in noise."""
-    return zstandard.ZstdCompressionParameters(
+    parameters = zstandard.ZstdCompressionParameters(
         strategy=zstandard.STRATEGY_FAST,
         min_match=7,
         hash_log=6,
@@ -47,10 +47,11 @@ def _entropy_only() -> zstandard.ZstdCompressionParameters:
         write_checksum=0,
         write_dict_id=0,
     )
+    return zstandard.ZstdCompressor(compression_params=parameters)
 
 
-def _ordinary() -> zstandard.ZstdCompressionParameters:
-    return zstandard.ZstdCompressionParameters.from_level(3, write_content_size=1, write_checksum=0, write_dict_id=0)
+def _ordinary() -> zstandard.ZstdCompressor:
+    return zstandard.ZstdCompressor(level=3, write_content_size=True, write_checksum=False, write_dict_id=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +69,18 @@ class BlockPlan:
 
     @classmethod
     def of(cls, rows: int, width: int, item_size: int) -> BlockPlan:
-        """The plan with the largest blocks of at most 512 KiB that divide the chunk exactly."""
+        """The plan with the largest blocks of at most 512 KiB that divide the chunk exactly.
+
+        A chunk that only divides into crumbs (prime numbers of rows) gets larger blocks instead.
+        """
         row_bytes = width * item_size
         if not 0 < rows * row_bytes <= _MAX_CHUNK:
             raise ValueError(f"a chunk of {rows} rows of {row_bytes} bytes: expected 1 to {_MAX_CHUNK} bytes")
         by_rows = row_bytes <= _BLOCK_LIMIT
         units, unit_bytes = (rows, row_bytes) if by_rows else (rows * width, item_size)
         fewest = -(-units * unit_bytes // _BLOCK_LIMIT)
-        blocks = next(n for n in range(fewest, units + 1) if units % n == 0)
+        wanted = (*range(fewest, 4 * fewest), *range(fewest - 1, 0, -1))
+        blocks = next(n for n in wanted if units % n == 0)
         return cls(rows, width, item_size, blocks, by_rows)
 
     @property
@@ -107,8 +112,7 @@ class FrameBuilder:
     def __init__(self, plan: BlockPlan, *, entropy_only: bool) -> None:
         self._plan = plan
         self._try_all = not entropy_only
-        parameters = _entropy_only() if entropy_only else _ordinary()
-        self._compress = zstandard.ZstdCompressor(compression_params=parameters).compress
+        self._compress = (_entropy_only() if entropy_only else _ordinary()).compress
         # Room for every stream stored raw behind its length; such a frame is then replaced by a plain copy.
         streams = plan.blocks * (plan.item_size if plan.split else 1)
         self._buffer: Bytes = np.zeros(plan.max_frame_bytes + 4 * (plan.blocks + streams) + 4, np.uint8)
