@@ -90,9 +90,7 @@ def measure(layers: Sequence[Array], chunk_rows: int, threads: int) -> str:
     everything = range(len(parts))
     figures = [speed(lambda: encode(0, everything), raw), speed(lambda: decode(0, everything), raw)]
     with ThreadPoolExecutor(threads) as pool:
-        figures += [
-            speed(lambda work=work: in_threads(pool, threads, work, len(parts)), raw) for work in (encode, decode)
-        ]
+        figures += [speed(threaded(pool, threads, work, len(parts)), raw) for work in (encode, decode)]
     shape = f"{chunk_rows:>5} rows {codec.chunk_bytes // 1024:>6} KiB in blocks of {codec.block_bytes // 1024:>4} KiB"
     return f"{shape}  {raw / sum(map(len, frames)):.4f}  " + "  ".join(f"{figure:>7.2f}" for figure in figures)
 
