@@ -25,7 +25,7 @@ import torch
 
 from hsloader.store.codec import Codec
 from hsloader.store.fields import Field
-from hsloader.store.frames import _entropy_only
+from hsloader.store.frames import entropy_compressor
 
 RAW_BYTES = 192 * 1024 * 1024
 REPEATS = 5
@@ -102,7 +102,7 @@ def limits(layers: Sequence[Array]) -> list[str]:
     top = np.ascontiguousarray(planes[:, 1])
     bound = 16 / (entropy(planes[:, 0]) + entropy(top))
     pieces = [top[start : start + 144 * 1024].data for start in range(0, len(top), 144 * 1024)]
-    compressor = _entropy_only()
+    compressor = entropy_compressor()
     streams = [compressor.compress(piece) for piece in pieces]
     target, plane = np.empty_like(rows), np.empty(144 * 1024, np.uint8)
 

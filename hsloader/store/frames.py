@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import zstandard
 
-__all__ = ["HEADER", "BlockPlan", "FrameBuilder", "check_blosc_frame"]
+__all__ = ["HEADER", "BlockPlan", "FrameBuilder", "check_blosc_frame", "copy_rows", "entropy_compressor"]
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Words = np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]]
@@ -33,7 +33,7 @@ _SAMPLE = 4096
 _SAMPLE_PAYS = _SAMPLE - _SAMPLE // 32
 
 
-def _entropy_only() -> zstandard.ZstdCompressor:
+def entropy_compressor() -> zstandard.ZstdCompressor:
     """zstd reduced to its Huffman stage: a 64-entry match table finds runs (padding), and nothing in noise."""
     parameters = zstandard.ZstdCompressionParameters(
         strategy=zstandard.STRATEGY_FAST,
@@ -50,7 +50,7 @@ def _entropy_only() -> zstandard.ZstdCompressor:
     return zstandard.ZstdCompressor(compression_params=parameters)
 
 
-def _ordinary() -> zstandard.ZstdCompressor:
+def _ordinary_compressor() -> zstandard.ZstdCompressor:
     return zstandard.ZstdCompressor(level=3, write_content_size=True, write_checksum=False, write_dict_id=False)
 
 
@@ -112,7 +112,7 @@ class FrameBuilder:
     def __init__(self, plan: BlockPlan, *, entropy_only: bool) -> None:
         self._plan = plan
         self._try_all = not entropy_only
-        self._compress = (_entropy_only() if entropy_only else _ordinary()).compress
+        self._compress = (entropy_compressor() if entropy_only else _ordinary_compressor()).compress
         # Room for every stream stored raw behind its length; such a frame is then replaced by a plain copy.
         streams = plan.blocks * (plan.item_size if plan.split else 1)
         self._buffer: Bytes = np.zeros(plan.max_frame_bytes + 4 * (plan.blocks + streams) + 4, np.uint8)

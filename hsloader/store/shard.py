@@ -99,7 +99,7 @@ class ShardWriter:
     aborted.
     """
 
-    __slots__ = ("_buffer", "_buffered", "_crcs", "_fd", "_flushed", "_index", "_path", "_slots")
+    __slots__ = ("_buffer", "_buffered", "_crcs", "_done", "_fd", "_flushed", "_index", "_path", "_slots")
 
     def __init__(self, path: str | Path, slots: int) -> None:
         if slots < 1:
@@ -111,6 +111,7 @@ class ShardWriter:
         self._buffer = bytearray(_BUFFER)
         self._buffered = 0  # bytes in the buffer; they belong at offset `_flushed`
         self._flushed = 0
+        self._done = False  # sealed or aborted
         self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     @property
@@ -170,17 +171,22 @@ class ShardWriter:
         chunks, end = self.count, self.size
         self._write([memoryview(self._buffer)[: self._buffered], memoryview(tail)])
         with self._named_errors():
+            os.ftruncate(self._fd, self._flushed)  # a failed append may have left bytes behind the end
             if fsync:
                 os.fsync(self._fd)
             self._close()
+        self._done = True
         return ShardRecord(chunks, end + len(tail), crc, shard_digest(self._index, self._crcs))
 
     def abort(self) -> None:
         """Close and delete the file.  Harmless when it is sealed, aborted or gone already."""
+        if self._done:
+            return
+        self._done = True
         if self._fd >= 0:
             self._close()
-            with contextlib.suppress(FileNotFoundError):
-                Path(self._path).unlink()
+        with contextlib.suppress(FileNotFoundError):
+            Path(self._path).unlink()
 
     def _close(self) -> None:
         fd, self._fd = self._fd, -1

@@ -250,6 +250,32 @@ def test_a_full_disk_names_the_file_and_can_be_rolled_back(tmp_path: Path, monke
     assert path.read_bytes() == other.read_bytes()
 
 
+def test_what_a_failed_append_left_does_not_reach_the_sealed_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = ShardWriter(tmp_path / "c.0", 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwritev", _fails_after(350_000, os.pwritev))
+        with pytest.raises(OSError, match="No space"):
+            writer.append(frame(400_000))
+    record = writer.seal(fsync=False)
+    assert (tmp_path / "c.0").stat().st_size == record.size == index_bytes(1)
+
+
+def test_a_shard_that_cannot_be_sealed_is_aborted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(fd: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    writer = ShardWriter(tmp_path / "c.0", 1)
+    writer.append(frame(100))
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(OSError, match=r"c\.0") as caught:
+        writer.seal()
+    assert caught.value.errno == errno.EIO
+    writer.abort()
+    assert not (tmp_path / "c.0").exists()
+
+
 def test_the_crc_of_a_frame_is_its_last_four_bytes() -> None:
     assert frame_crc(frame(100)) == crc32c(frame(100)[:-4])
     assert frame_crc(np.frombuffer(frame(100), np.uint8)) == frame_crc(frame(100))
