@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 
-from hsloader.formats.blocks import Block, BlockError
+from hsloader.formats.blocks import BlockError
 from hsloader.formats.pickle_globals import GLOBALS, ArrayStub, DtypeStub, Global, PickleError, Storage
 
 __all__ = ["MAX_PICKLE", "FindStorage", "PickleCutError", "PickleError", "read_pickle"]
@@ -379,13 +379,3 @@ def read_pickle(data: bytes, find_storage: FindStorage, start: int = 0) -> tuple
     except BlockError as error:
         raise PickleError(str(error)) from None
     raise PickleError(f"the pickle has more than {_MAX_OPCODES} opcodes (limit)")
-
-
-def no_storages(reference: tuple[object, ...]) -> Storage:
-    """The ``find_storage`` of a pickle that has no tensors."""
-    raise PickleError(f"a pickle that should hold plain values refers to a storage ({len(reference)} values)")
-
-
-def inline_block(name: str, data: bytes) -> Block:
-    """A block whose bytes lay inside the pickle."""
-    return Block(name, len(data), offset=0, data=data)

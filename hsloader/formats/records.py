@@ -9,13 +9,12 @@ import numpy as np
 
 from hsloader.formats.blocks import Block, Tensor, checked_tensor
 from hsloader.formats.pickle_globals import ArrayStub
-from hsloader.formats.source import FieldParts, FieldSpec
+from hsloader.formats.source import FieldParts, FieldSpec, Hints
 
-__all__ = ["Builder", "LayoutError", "as_tensor"]
+__all__ = ["Builder", "LayoutError", "as_tensor", "shape_text"]
 
 _STATE_DTYPES = ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
-_MAX_TOKENS = 1 << 40
 
 
 class LayoutError(ValueError):
@@ -47,8 +46,12 @@ class Builder:
     """Collects the fields of one sample and checks that all have one row a token."""
 
     keys: Mapping[object, object]
+    hints: Hints
     length: int = 0
     fields: list[FieldParts] = field(default_factory=list)
+    extras: dict[str, object] = field(default_factory=dict)
+    scalars: dict[str, Tensor] = field(default_factory=dict)
+    left_out: list[tuple[str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     taken: set[str] = field(default_factory=set)
 
@@ -76,32 +79,44 @@ class Builder:
             raise LayoutError(f"{key} has {tensor.shape[0]} values, the sample has {self.length} tokens")
         self._add("loss_mask", "uint8", (tensor,))
 
-    def states(self, key: str, value: object | None = None) -> Tensor:
-        """The states under ``key`` as ``[S, ...]``, a leading axis of 1 dropped."""
-        tensor = as_tensor(self.keys[key] if value is None else value)
+    def states(self, key: str, entry: object = None, label: str | None = None) -> Tensor:
+        """The states under ``key``, or one ``entry`` of them, as ``[S, ...]``; a leading axis of 1 is dropped."""
         self.taken.add(key)
+        label = label or key
+        tensor = as_tensor(self.keys[key] if entry is None else entry)
         if tensor is None:
-            raise LayoutError(f"{key} is no tensor of hidden states")
+            raise LayoutError(f"{label} is no tensor of hidden states")
         if tensor.dtype not in _STATE_DTYPES:
-            raise LayoutError(f"{key} holds {tensor.dtype}, expected floating point states")
+            raise LayoutError(f"{label} holds {tensor.dtype}, expected floating point states")
         if len(tensor.shape) == 3 and tensor.shape[0] == 1:
             tensor = tensor.select(0, 0)
-        if len(tensor.shape) < 2 or tensor.shape[0] != self.length:
+        if len(tensor.shape) < 2 or tensor.shape[0] != self.length or 0 in tensor.shape:
             raise LayoutError(
-                f"{key} has the shape {shape_text(tensor.shape)}: expected {self.length} rows, one a token"
+                f"{label} has the shape {shape_text(tensor.shape)}: expected {self.length} rows, one a token"
             )
-        if 0 in tensor.shape:
-            raise LayoutError(f"{key} has the shape {shape_text(tensor.shape)}: no values")
         return tensor
 
-    def add_layers(self, layers: Sequence[Tensor]) -> None:
+    def scales(self, key: str, name: str) -> str | None:
+        """Take the scales of fp8 states, ``[S, 1, 1]`` or ``[S]``, as the field ``name``; ``None`` without them."""
+        tensor = as_tensor(self.keys.get(key))
+        if tensor is None:
+            return None
+        self.taken.add(key)
+        if not tensor.shape or tensor.shape[0] != self.length or any(n != 1 for n in tensor.shape[1:]):
+            raise LayoutError(f"{key} has the shape {shape_text(tensor.shape)}: expected one scale for each token")
+        while len(tensor.shape) > 1:
+            tensor = tensor.select(1, 0)
+        self._add(name, None, (tensor,))
+        return name
+
+    def add_layers(self, layers: Sequence[Tensor], scale: str | None = None) -> None:
         """Add the auxiliary layers, tensors ``[S, H]`` or ``[S, k, H]``, as the field ``hidden_states`` ``[k, H]``."""
         count = sum(1 if len(t.shape) == 2 else t.shape[1] for t in layers)
-        self._add("hidden_states", None, tuple(layers), (count, layers[0].shape[-1]))
+        self._add("hidden_states", None, tuple(layers), (count, layers[0].shape[-1]), scale)
 
-    def add_last(self, last: Tensor) -> None:
+    def add_last(self, last: Tensor, scale: str | None = None) -> None:
         """Add the last state, ``[S, H]``."""
-        self._add("last_hidden_state", None, (last,), (last.shape[-1],))
+        self._add("last_hidden_state", None, (last,), (last.shape[-1],), scale)
 
     def split(self, aux: Tensor, hidden: int, key: str) -> Tensor:
         """``[S, k*H]`` as ``[S, k, H]``."""
@@ -124,6 +139,13 @@ class Builder:
             raise LayoutError(f"{key} has the shape {shape_text(tensor.shape)}, expected one value a token")
         return tensor
 
-    def _add(self, name: str, dtype: str | None, parts: tuple[Tensor, ...], shape: tuple[int, ...] = ()) -> None:
+    def _add(
+        self,
+        name: str,
+        dtype: str | None,
+        parts: tuple[Tensor, ...],
+        shape: tuple[int, ...] = (),
+        scale: str | None = None,
+    ) -> None:
         source = parts[0].dtype
-        self.fields.append(FieldParts(FieldSpec(name, dtype or source, shape, source), parts))
+        self.fields.append(FieldParts(FieldSpec(name, dtype or source, shape, source, scale), parts))

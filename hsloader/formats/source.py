@@ -17,7 +17,7 @@ Values are bits throughout: bfloat16 is ``<u2``, fp8 is ``u1`` (see ``store/dtyp
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -53,13 +53,15 @@ class FieldSpec:
     """One per-token field of a sample.
 
     ``dtype`` is what reading gives (``input_ids`` as int32, ``loss_mask`` as uint8, else as in the file), ``shape``
-    the shape of one token, ``source_dtype`` what the producer's file has (``export`` writes it back).
+    the shape of one token, ``source_dtype`` what the producer's file has (``export`` writes it back).  ``scale`` names
+    the field that holds the scales of an fp8 field.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     source_dtype: str
+    scale: str | None = None
 
     @property
     def row_bytes(self) -> int:
@@ -100,8 +102,9 @@ class SampleSource:
     ``name`` is the path below SRC (``/`` separated, surrogateescape), with ``#row`` inside containers; ``path`` the
     file that holds the states, ``length`` the tokens, ``payload_bytes`` the bytes of its values in the source's own
     dtypes.  ``extras`` are small JSON values of the sample, ``left_out`` names what the file has and the sample does
-    not, with the reason; ``notes`` are anomalies for the report ("no checksum: not verified").  ``folder`` is the
-    container's folder where the sample needs more than its own file (an arrow dataset beside it).
+    not, with the reason; ``notes`` are anomalies for the report ("no checksum: not verified").  ``folder`` is set where
+    the sample needs more than its own file: the arrow dataset that has its mask, whose row ``place`` points at
+    (number of the arrow file, offset of the batch, row in the batch).
     """
 
     name: str
@@ -112,10 +115,12 @@ class SampleSource:
     layout: str
     identity: Identity
     payload_bytes: int
+    gzip: bool = False
     extras: Mapping[str, object] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     left_out: tuple[tuple[str, str], ...] = ()
     folder: str | None = None
+    place: tuple[int, int, int] | None = None
 
     def spec(self, name: str) -> FieldSpec:
         """The field called ``name``; ``KeyError`` if the sample has none."""
@@ -164,13 +169,19 @@ class OpenSample:
     """
 
     def __init__(
-        self, sample: SampleSource, record: Record, reader: BlockReader, check_unchanged: Callable[[], None]
+        self,
+        sample: SampleSource,
+        record: Record,
+        reader: BlockReader,
+        check_unchanged: Callable[[], None],
+        held: Sequence[int] = (),
     ) -> None:
         self.sample = sample
         self.notes = record.notes
         self._record = record
         self._reader = reader
         self._check_unchanged = check_unchanged
+        self._held = list(held)  # descriptors that are closed with the sample
         self._fields = {f.spec.name: f for f in record.fields}
         self._buffers: dict[str, RowBuffer] = {}
         for parts in record.fields:
@@ -241,6 +252,8 @@ class OpenSample:
     def close(self) -> None:
         """Close the file. Safe to call twice."""
         self._reader.close()
+        while self._held:
+            os.close(self._held.pop())
 
     def _cast(self, spec: FieldSpec, bits: Array, dtype: str) -> Array:
         try:

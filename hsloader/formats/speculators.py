@@ -1,7 +1,8 @@
-"""speculators 0.3 and 0.4: ``data_{i}.pt``, a dict whose ``hidden_states`` is a list of layers ``[S, H]``.
+"""speculators: ``data_{i}.pt`` of 0.3 and 0.4, and the safetensors files of 0.5 to 0.9.
 
-The last list entry is the output of the last layer before the final norm; the rest are the auxiliary layers.
-Source: ``scripts/data_generation_offline.py`` and ``speculators/data_generation`` of v0.4.0.
+The former has a list of layers ``[S, H]`` under ``hidden_states``, the latter one tensor ``[S, L, H]``.  The last layer
+is the output of the last decoder layer before the final norm; the rest are the auxiliary layers.
+Source: ``scripts/data_generation_offline.py`` of v0.4.0, ``speculators.train.data`` of 0.9.0.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping
 from hsloader.formats.blocks import Tensor
 from hsloader.formats.records import Builder, LayoutError, shape_text
 
-__all__ = ["build_list", "build_pair", "is_list", "is_pair"]
+__all__ = ["build_layers", "build_list", "build_pair", "is_list", "is_pair"]
 
 
 def is_list(keys: Mapping[object, object]) -> bool:
@@ -28,8 +29,8 @@ def build_list(builder: Builder) -> None:
         raise LayoutError("hidden_states is an empty list")
     layers: list[Tensor] = []
     for i, entry in enumerate(entries):
-        layer = builder.states("hidden_states", value=entry) if entry is not None else None
-        if layer is None or len(layer.shape) != 2:
+        layer = builder.states("hidden_states", entry, f"layer {i} of hidden_states")
+        if len(layer.shape) != 2:
             raise LayoutError(f"layer {i} of hidden_states is not [tokens, hidden size]")
         if layers and (layer.shape != layers[0].shape or layer.dtype != layers[0].dtype):
             raise LayoutError(
@@ -55,4 +56,25 @@ def build_pair(builder: Builder) -> None:
     aux = builder.states("hidden_state")
     builder.add_layers([builder.split(aux, last.shape[-1], "hidden_state")])
     builder.add_last(last)
+    builder.mask()
+
+
+def build_layers(builder: Builder) -> None:
+    """Take ``hidden_states`` ``[S, L, H]``, whose last layer is the last state, ids, mask and scales."""
+    builder.ids("token_ids")
+    states = builder.keys["hidden_states"]
+    builder.taken.add("hidden_states")
+    if not isinstance(states, Tensor) or len(states.shape) != 3 or 0 in states.shape:
+        raise LayoutError("hidden_states is not [tokens, layers, hidden size]")
+    if states.shape[0] != builder.length:
+        raise LayoutError(
+            f"hidden_states has the shape {shape_text(states.shape)}: expected {builder.length} rows, one a token"
+        )
+    scale = builder.scales("hidden_states_scales", "hidden_states_scale")
+    if states.dtype.startswith("float8") and scale is None:
+        raise LayoutError(f"hidden_states holds {states.dtype} and there are no hidden_states_scales")
+    layers = states.shape[1]
+    if layers > 1:
+        builder.add_layers([states.narrow(1, 0, layers - 1)], scale)
+    builder.add_last(states.select(1, layers - 1), scale)
     builder.mask()

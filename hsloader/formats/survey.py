@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from hsloader.errors import SourceError
-from hsloader.formats.discover import Discovery, FoundFile, Skipped, discover
+from hsloader.formats.discover import Discovery, FoundFile, Skipped, discover, natural_key
 from hsloader.formats.opening import describe_file
 from hsloader.formats.source import Described, Hints, SampleSource
 
@@ -57,7 +57,25 @@ def survey(
             done += len(batch)
             if progress is not None:
                 progress(done, len(found.files))
+    for folder in found.folders:
+        _take_folder(result, folder)
+    if found.folders:
+        result.samples.sort(key=lambda s: natural_key(s.name))
     return result
+
+
+def _take_folder(result: Survey, folder: FoundFile) -> None:
+    from hsloader.formats.speculators_arrow import LAYOUT, describe_folder
+
+    try:
+        inside = describe_folder(folder)
+    except SourceError as error:
+        result.bad.append(Skipped(folder.name or ".", error.reason))
+        return
+    result.samples.extend(inside.samples)
+    result.bad.extend(inside.bad)
+    result.sidecars.extend(inside.sidecars)
+    result.layouts[LAYOUT] += len(inside.samples)
 
 
 def _describe(files: Iterable[FoundFile], hints: Hints) -> list[Described | SourceError]:

@@ -1,0 +1,177 @@
+"""Rows of an arrow dataset as Hugging Face's ``datasets`` saves it, through pyarrow (an optional dependency).
+
+The files are arrow streams.  They are read batch by batch, never mapped; a row is found again by its file, the
+offset of its batch and its place in the batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hsloader.errors import SourceError
+from hsloader.formats.blocks import Block, Tensor
+
+__all__ = ["ArrowRow", "read_row", "rows_of"]
+
+_MAX_METADATA = 16 << 20
+_KNOWN = frozenset({"input_ids", "loss_mask", "seq_len"})
+_DTYPES = frozenset({"int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool"})
+
+Place = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ArrowRow:
+    """One row: its number, where it lies, its ids, its mask as a tensor (``None`` without one), columns left out."""
+
+    number: int
+    place: Place
+    ids: npt.NDArray[Any]
+    mask: Tensor | None
+    left_out: tuple[tuple[str, str], ...]
+
+    @property
+    def length(self) -> int:
+        """Tokens of the row."""
+        return len(self.ids)
+
+
+def rows_of(folder: str) -> Iterator[ArrowRow]:
+    """All rows of the dataset in ``folder``, in order; ``SourceError`` if its files cannot be read."""
+    number = 0
+    for file, path in enumerate(_data_files(folder)):
+        for offset, batch in _batches(path):
+            for row in range(batch.num_rows):
+                yield _row(batch, number, (file, offset, row), path)
+                number += 1
+
+
+def read_row(folder: str, number: int, place: Place) -> ArrowRow:
+    """The row at ``place``, of which the plan says that it is row ``number``."""
+    file, offset, row = place
+    paths = _data_files(folder)
+    if not 0 <= file < len(paths):
+        raise SourceError(folder, f"the arrow dataset has {len(paths)} files, the plan speaks of file {file}")
+    path = paths[file]
+    stat = Path(path).stat()
+    batch = _batch_at(path, offset, (stat.st_size, stat.st_mtime_ns, stat.st_ino))
+    if not 0 <= row < batch.num_rows:
+        raise SourceError(path, f"the batch at {offset} has {batch.num_rows} rows, the plan speaks of row {row}")
+    return _row(batch, number, place, path)
+
+
+def _data_files(folder: str) -> list[str]:
+    """The arrow files that ``state.json`` lists, in order."""
+    state = Path(folder, "state.json")
+    try:
+        if state.stat().st_size > 1 << 20:
+            raise ValueError("it is larger than 1 MiB")
+        names = [entry["filename"] for entry in json.loads(state.read_bytes())["_data_files"]]
+        if not all(isinstance(n, str) and "/" not in n and n != ".." and n for n in names):
+            raise ValueError("it names files outside the folder")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise SourceError(str(state), f"does not list the files of an arrow dataset: {error}") from None
+    return [os.path.join(folder, n) for n in names]
+
+
+def _pyarrow() -> tuple[Any, Any]:
+    try:
+        import pyarrow
+        import pyarrow.ipc
+    except ImportError:
+        raise SourceError(
+            "arrow dataset", "reading the masks of speculators 0.5 to 0.9 needs pyarrow: pip install pyarrow"
+        ) from None
+    return pyarrow, pyarrow.ipc
+
+
+def _batches(path: str) -> Iterator[tuple[int, Any]]:
+    """The record batches of one file and their offsets."""
+    pyarrow, ipc = _pyarrow()
+    try:
+        with pyarrow.OSFile(path) as source:
+            size = source.size()
+            schema = ipc.read_schema(_message(ipc, source, path, size))
+            while True:
+                offset = source.tell()
+                message = _message(ipc, source, path, size)
+                if message is None:
+                    return
+                yield offset, _checked(ipc, message, schema, path)
+    except (pyarrow.ArrowException, OSError, ValueError, MemoryError) as error:
+        raise SourceError(path, f"the arrow file is damaged: {str(error)[:200]}") from None
+
+
+@functools.lru_cache(maxsize=2)
+def _batch_at(path: str, offset: int, identity: tuple[int, int, int]) -> Any:
+    """The batch at ``offset``; samples are read in order, so the last batch is asked for again and again."""
+    pyarrow, ipc = _pyarrow()
+    try:
+        with pyarrow.OSFile(path) as source:
+            size = source.size()
+            schema = ipc.read_schema(_message(ipc, source, path, size))
+            source.seek(offset)
+            message = _message(ipc, source, path, size)
+            if message is None:
+                raise SourceError(path, f"there is no batch at {offset}: the file changed since it was planned")
+            return _checked(ipc, message, schema, path)
+    except (pyarrow.ArrowException, OSError, ValueError, MemoryError) as error:
+        raise SourceError(path, f"the arrow file is damaged: {str(error)[:200]}") from None
+
+
+def _message(ipc: Any, source: Any, path: str, size: int) -> Any:
+    """The next message, or ``None`` at the end of the stream; its length is checked before it is read."""
+    at = source.tell()
+    head = source.read(8)
+    if len(head) < 8:
+        raise SourceError(path, f"truncated: the arrow stream has no end ({size} bytes)")
+    marker, length = struct.unpack("<Ii", head)
+    if marker != 0xFFFFFFFF or not 0 <= length <= min(_MAX_METADATA, size - at):
+        raise SourceError(path, f"the arrow file has no message at {at}: it is damaged, or of an old version")
+    if length == 0:
+        return None
+    source.seek(at)
+    return ipc.read_message(source)
+
+
+def _checked(ipc: Any, message: Any, schema: Any, path: str) -> Any:
+    if message.type != "record batch":
+        raise SourceError(path, f"the arrow file has a message of type {message.type}, expected record batches")
+    batch = ipc.read_record_batch(message, schema)
+    batch.validate(full=True)  # offsets of a damaged file must not lead outside its buffers
+    return batch
+
+
+def _row(batch: Any, number: int, place: Place, path: str) -> ArrowRow:
+    names = batch.schema.names
+    if "input_ids" not in names:
+        raise SourceError(path, f"the arrow dataset has no column input_ids; it has {', '.join(names)[:200]}")
+    ids = _values(batch, "input_ids", place[2], path)
+    mask = None
+    if "loss_mask" in names:
+        values = _values(batch, "loss_mask", place[2], path)
+        block = Block("arrow column loss_mask", values.nbytes, offset=0, data=values.tobytes())
+        mask = Tensor(values.dtype.name, (len(values),), (1,), 0, block)
+    left_out = tuple((n, "a column of the arrow dataset that is not per token") for n in names if n not in _KNOWN)
+    return ArrowRow(number, place, ids, mask, left_out)
+
+
+def _values(batch: Any, column: str, row: int, path: str) -> npt.NDArray[Any]:
+    """One row of a list column as numbers."""
+    values = getattr(batch.column(column)[row], "values", None)
+    if values is None or values.null_count:
+        raise SourceError(path, f"column {column} of the arrow dataset holds no list of numbers in row {row}")
+    numbers: npt.NDArray[Any] = np.ascontiguousarray(values.to_numpy(zero_copy_only=False))
+    if numbers.dtype.name not in _DTYPES:
+        raise SourceError(path, f"column {column} of the arrow dataset holds {values.type}, expected integers or bool")
+    return numbers
