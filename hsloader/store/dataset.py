@@ -18,6 +18,7 @@ from hsloader.errors import DamageError, IncompatibleError
 from hsloader.store.arrays import as_tensor
 from hsloader.store.codec import FrameError
 from hsloader.store.fields import Field
+from hsloader.store.lending import LentMemory
 from hsloader.store.manifest import Manifest, Provenance, read_manifest
 from hsloader.store.packed import read_tables
 from hsloader.store.samples import COLUMNS
@@ -88,6 +89,7 @@ class Dataset:
         self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
         self._shards = ShardCache()
         self._token_chunks = _ChunkCache(_TOKEN_CHUNKS)
+        self._memory = LentMemory()
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -109,6 +111,7 @@ class Dataset:
         """Close the open shards; they are opened again if something is read after it."""
         self._shards.clear()
         self._token_chunks.clear()
+        self._memory.clear()
 
     @property
     def provenance(self) -> Provenance:
@@ -163,7 +166,7 @@ class Dataset:
         shape = (stop - start, *described.shape)
         bits = described.type.bits
         if out is None:
-            out = np.empty(shape, bits)
+            out = self._memory.empty(shape, bits)
         elif out.dtype != bits or out.shape != shape or not out.flags.c_contiguous or not out.flags.writeable:
             raise ValueError(
                 f"out: expected writable, C-contiguous {bits} {list(shape)}, found {out.dtype} {list(out.shape)}"

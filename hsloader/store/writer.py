@@ -198,8 +198,9 @@ class Writer:
         for sealed in reversed(self._sealed):
             with contextlib.suppress(ValueError):  # listed by a commit whose answer was lost
                 self._root.discard(sealed.entry.number)
-            self._root.release_numbers(sealed.entry.number, 1, unused=True)
+            # First the owner's note of the number goes, then the number: else another writer's segment would bear it.
             sealed.resources.close()
+            self._root.release_numbers(sealed.entry.number, 1, unused=True)
         self._sealed.clear()
 
     def _segment(self, length: int) -> _OpenSegment:
@@ -249,6 +250,7 @@ class Writer:
             entry = self._root.place(opened.temporary, opened.number)
         except BaseException as error:
             opened.resources.close()
+            self._root.release_numbers(opened.number, 1, unused=True)
             if isinstance(error, OSError):
                 what = f"segment {opened.number} with {opened.writer.samples} samples"
                 raise self._disk_error(error, what, "write them again") from error
