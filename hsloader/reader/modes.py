@@ -13,6 +13,7 @@ import ctypes
 import mmap
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,16 +58,17 @@ _PROBE_READ = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class ReadMode:
-    """How to read, and why: ``mode``, whether consumed pages are dropped, the file system's name, a sentence."""
+    """How to read, and why. ``local``: the data lie on this machine; ``reason``: a sentence for people."""
 
     mode: str
     drop_pages: bool
     file_system: str
+    local: bool
     reason: str
 
 
-def choose_mode(options: ReadOptions, root: Path, shard: Path | None, stored_bytes: int) -> ReadMode:
-    """Decide for the dataset at ``root`` of ``stored_bytes``; ``shard`` is one of its larger files.
+def choose_mode(options: ReadOptions, root: Path, stored_bytes: int, find_shard: Callable[[], Path | None]) -> ReadMode:
+    """Decide for the dataset at ``root`` of ``stored_bytes``; ``find_shard`` gives one of its larger files.
 
     ``ValueError`` where ``mode="direct"`` was asked for on a file system that refuses O_DIRECT.
     """
@@ -78,23 +80,27 @@ def choose_mode(options: ReadOptions, root: Path, shard: Path | None, stored_byt
     sizes = f"{_gib(stored_bytes)} of data, {_gib(memory)} of memory"
     mode: str = options.mode
     if mode == "auto":
-        mode, reason = _decide(name, local, shard, stored_bytes, memory)
+        mode, reason = _decide(name, local, find_shard, stored_bytes, memory)
     else:
         reason = "asked for"
     if mode == "mmap" and options.in_process:
         mode, reason = "pread", "inside the trainer's process, where a truncated file under a map would kill it"
-    if mode == "direct" and options.mode == "direct" and shard is not None and not supports_direct(shard):
-        raise ValueError(f"mode='direct': {shard} cannot be opened with O_DIRECT on {name}; use mode='pread' or 'auto'")
     if mode == "direct":
+        shard = find_shard()
+        if shard is not None and not supports_direct(shard):
+            raise ValueError(f"mode='direct': {name} refuses O_DIRECT for {shard}; use mode='pread' or 'auto'")
         drop = False
     kept = "; pages are dropped once decoded" if drop else ""
-    return ReadMode(mode, drop, name, f"{reason} ({name}, {sizes}{kept})")
+    return ReadMode(mode, drop, name, local, f"{reason} ({name}, {sizes}{kept})")
 
 
-def _decide(name: str, local: bool, shard: Path | None, stored_bytes: int, memory: int) -> tuple[str, str]:
+def _decide(
+    name: str, local: bool, find_shard: Callable[[], Path | None], stored_bytes: int, memory: int
+) -> tuple[str, str]:
     if not local:
         return "pread", "not a local file system"
-    if stored_bytes < _MANY_TIMES * memory or shard is None or name in ("tmpfs", "ramfs"):
+    shard = find_shard() if stored_bytes >= _MANY_TIMES * memory and name not in ("tmpfs", "ramfs") else None
+    if shard is None:
         return "mmap", "a local file system"
     if not supports_direct(shard):
         return "mmap", "a local file system without O_DIRECT"

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from hsloader.errors import DamageError
 from hsloader.store.stored_segment import ArrayInfo
 
-__all__ = ["Frame", "Run", "ShardGroup", "gaps", "runs_of", "split_by_array", "split_by_shard"]
+__all__ = ["Cut", "Frame", "Run", "ShardGroup", "gaps", "runs_of", "split_by_array", "split_by_shard"]
 
 # Frames that lie closer than this in a shard are read together; reading the gap costs less than another request.
 _GAP_BYTES = 64 << 10
@@ -19,6 +19,9 @@ RUN_BYTES = 4 << 20  # ... up to this length: the piece of work of one read and 
 
 Ints = npt.NDArray[np.int64]
 Pieces = npt.NDArray[np.void]
+
+# A part of a chunk that a batch wants: (first row in the chunk, rows, row of the span, sample).
+Cut = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +41,26 @@ class ShardGroup:
     dest: Ints
     sample: Ints
 
+    def cuts(self) -> list[Cut]:
+        """The parallel arrays as a list."""
+        columns = (self.source, self.count, self.dest, self.sample)
+        return list(zip(*(column.tolist() for column in columns), strict=True))
+
+    def where(self, wanted: npt.NDArray[np.bool_]) -> ShardGroup:
+        """The part of the group for which ``wanted`` is true."""
+        columns = (self.chunk, self.source, self.count, self.dest, self.sample)
+        kept = (column[wanted] for column in columns)
+        return ShardGroup(self.array, self.field, self.segment, self.shard, *kept)
+
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One chunk's frame in a shard, and its cuts: (first row in the chunk, rows, row of the span, sample)."""
+    """One chunk's frame in a shard, and what is wanted of it."""
 
     chunk: int
     offset: int
     length: int
-    cuts: list[tuple[int, int, int, int]]
+    cuts: list[Cut]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,19 +106,19 @@ def split_by_shard(array: ArrayInfo, field: int, segment: int, pieces: Pieces) -
     return [ShardGroup(array, field, segment, int(number), *part) for number, part in zip(firsts, parts, strict=True)]
 
 
-def runs_of(group: ShardGroup, index: npt.NDArray[np.uint64]) -> list[Run]:
-    """The byte ranges to read for ``group``, given its shard's index, in file order."""
+def runs_of(group: ShardGroup, index: npt.NDArray[np.uint64]) -> tuple[list[Run], list[Frame]]:
+    """The byte ranges to read for ``group``, given its shard's index, in file order; and frames of absurd length."""
     chunks, starts = np.unique(group.chunk, return_index=True)
     places = index[chunks - group.shard * group.array.shard_chunks].astype(np.int64).tolist()
-    cuts = list(
-        zip(group.source.tolist(), group.count.tolist(), group.dest.tolist(), group.sample.tolist(), strict=True)
-    )
+    cuts = group.cuts()
     bounds = [*starts.tolist(), len(cuts)]
     frames = [
         Frame(chunk, offset, length, cuts[bounds[i] : bounds[i + 1]])
         for i, (chunk, (offset, length)) in enumerate(zip(chunks.tolist(), places, strict=True))
     ]
-    frames.sort(key=lambda frame: frame.offset)
+    longest = group.array.codec.max_frame_bytes
+    absurd = [frame for frame in frames if frame.length > longest]
+    frames = sorted((frame for frame in frames if frame.length <= longest), key=lambda frame: frame.offset)
     runs: list[Run] = []
     held: list[Frame] = []
     for frame in frames:
@@ -117,7 +131,7 @@ def runs_of(group: ShardGroup, index: npt.NDArray[np.uint64]) -> list[Run]:
         held.append(frame)
     if held:
         runs.append(_run(held))
-    return runs
+    return runs, absurd
 
 
 def gaps(wire: Pieces, rows: tuple[int, ...]) -> list[tuple[int, int, int]]:

@@ -23,6 +23,7 @@ import mmap
 import os
 import struct
 import tempfile
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,7 @@ VERSION = 1
 
 _PAGE = mmap.PAGESIZE
 _HUGE = 2 << 20
+_LARGE = 64 << 20  # from here on rounding a slot to huge pages costs little
 _COUNTERS = 64  # int64 places of the trainer and of the feeder
 _ROW = 512  # bytes of a thread's row: 32 counters, then the path it works on
 _ROW_COUNTERS = 32
@@ -105,8 +107,8 @@ class RingShape:
 
     @staticmethod
     def round_slot(size: int) -> int:
-        """``size`` rounded up to what a slot may have: whole pages, whole huge pages from 2 MiB on."""
-        unit = _HUGE if size >= _HUGE else _PAGE
+        """``size`` rounded up to what a slot may have: whole pages, whole huge pages from 64 MiB on."""
+        unit = _HUGE if size >= _LARGE else _PAGE
         return max(unit, -(-size // unit) * unit)
 
     @property
@@ -142,7 +144,7 @@ class RingShape:
     @property
     def slots_at(self) -> int:
         """Offset of the first slot."""
-        unit = _HUGE if self.slot_bytes >= _HUGE else _PAGE
+        unit = _HUGE if self.slot_bytes >= _LARGE else _PAGE
         return -(-(self.areas_at + self.slots * self.area_bytes) // unit) * unit
 
     @property
@@ -157,6 +159,7 @@ class Ring:
     def __init__(self, fd: int, shape: RingShape, slots: mmap.mmap | None = None, *, writable: bool = True) -> None:
         self.fd = fd
         self.shape = shape
+        self._closer = weakref.finalize(self, os.close, fd)
         access = mmap.ACCESS_DEFAULT if writable else mmap.ACCESS_READ
         self._header = mmap.mmap(fd, shape.areas_at, access=access)
         header = np.frombuffer(self._header, np.uint8)
@@ -183,10 +186,10 @@ class Ring:
             os.ftruncate(fd, shape.file_bytes)
             values = (shape.slots, shape.threads, 0, shape.slot_bytes, shape.area_bytes, shape.file_bytes)
             os.pwrite(fd, _SHAPE.pack(MAGIC, VERSION, *values), 0)
-            return cls(fd, shape, slots)
         except BaseException:
             os.close(fd)
             raise
+        return cls(fd, shape, slots)
 
     @classmethod
     def attach(cls, fd: int, *, writable: bool = True) -> Ring:
@@ -207,9 +210,8 @@ class Ring:
 
     def close(self) -> None:
         """Close the descriptor. The mapping stays for as long as somebody holds a view of it."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
+        self._closer()
+        self.fd = -1
 
     def slot(self, number: int) -> Bytes:
         """The memory of a slot: writable uint8 of ``shape.slot_bytes``, mapped on first use."""

@@ -1,0 +1,471 @@
+"""FeederClient: the trainer's side of the reader. Asks for batches, waits for them, keeps the feeder alive.
+
+What was asked and what is done are facts of the ring's header, never of a local variable: every call can be
+interrupted anywhere (ctrl-C) and made again. One thread at a time; nothing here takes a lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import time
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hsloader._launch import launch_problem
+from hsloader.errors import FeederError, LoaderError
+from hsloader.reader.batch import BAD_BYTES, decode_bad, pack_blob
+from hsloader.reader.counters import TrainerCounter
+from hsloader.reader.engine import EngineSettings
+from hsloader.reader.hosts import Host, ProcessHost, ThreadHost, wait_readable
+from hsloader.reader.lease import Filled, Slot, State, watch_forks
+from hsloader.reader.limits import cpu_share, memory_available
+from hsloader.reader.modes import choose_mode
+from hsloader.reader.options import ReadOptions
+from hsloader.reader.pieces import WIRE, BatchRequest, SampleTable, span_offsets, to_wire
+from hsloader.reader.report import file_in_hand, summary
+from hsloader.reader.ring import Ring, RingShape, Status
+
+if TYPE_CHECKING:
+    from hsloader.store.dataset import Dataset
+
+__all__ = ["FeederClient"]
+
+_log = logging.getLogger("hsloader.reader")
+
+_LEAST_SLOTS = 3
+_MOST_SLOTS = 512
+_TICK = 1.0  # seconds between looks at a feeder that neither answers nor ends
+_READERS = {"mmap": 4, "direct": 8, "pread": 8}
+_REMOTE_READERS = 16
+
+
+class FeederClient:
+    """Reads batches of ``fields`` of ``dataset`` into a ring of ``budget`` bytes, through a feeder process.
+
+    ``slot_bytes``: the largest batch there can be (``span_offsets`` computes it); ``pieces``: about the most pieces
+    of a batch (more are possible, at the price of new memory); ``info``: JSON about the loader for monitors.
+    ``ValueError`` if the budget is under three of the largest batches or over the memory that is available.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        fields: Sequence[str],
+        *,
+        slot_bytes: int,
+        budget: int,
+        pieces: int = 1024,
+        options: ReadOptions | None = None,
+        info: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.options = _possible(options or ReadOptions())
+        self.fields = tuple(fields)
+        self.dataset_path = dataset.path.absolute()
+        missing = [name for name in self.fields if name not in dataset.fields]
+        if missing or not self.fields:
+            raise ValueError(f"{dataset.path} has no field {missing}; it has {', '.join(dataset.fields)}")
+        self._described = tuple(dataset.fields[name] for name in self.fields)
+        self._row_bytes = tuple(field.row_bytes for field in self._described)
+        self._table = SampleTable(dataset.segment_of, dataset.first_rows, dataset.lengths)
+        size = RingShape.round_slot(slot_bytes)
+        _check_budget(size, budget)
+        self._settings = self._choose(dataset)
+        area = len(self.fields) * 16 + pieces * WIRE.itemsize + BAD_BYTES
+        self._shape = RingShape(
+            slots=min(_MOST_SLOTS, budget // size),
+            slot_bytes=size,
+            area_bytes=-(-area // 64) * 64,
+            threads=self._settings.readers + self._settings.decoders,
+        )
+        self._info = dict(info or {})
+        self._keys: dict[int, Slot] = {}
+        self._holds: dict[int, Slot] = {}
+        self._released: deque[int] = deque()
+        self._serial = 0
+        self._hold_serial = 0
+        self._rings = 0
+        self._slots: list[Slot] = []
+        self._state = State(Ring.create(self._shape))
+        self._new_slots()
+        self._finalizer = weakref.finalize(self, State.shut, self._state)
+        watch_forks(self._state)
+        self._say_what_it_is()
+
+    # What a loader reads off it.
+
+    @property
+    def slots(self) -> int:
+        """Batches that the ring holds."""
+        return len(self._slots)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot: the largest batch, rounded up to whole pages."""
+        return self._shape.slot_bytes
+
+    @property
+    def free(self) -> int:
+        """Slots that a ``submit`` would find free now."""
+        self._check()
+        self._listen()
+        self._collect()
+        return sum(self._is_free(slot) for slot in self._slots)
+
+    @property
+    def held(self) -> int:
+        """Slots that are kept by ``hold``."""
+        self._collect()
+        return len(set(map(id, self._holds.values())))
+
+    @property
+    def mode(self) -> str:
+        """How the files are read: ``"mmap"``, ``"pread"`` or ``"direct"``; ``mode_reason`` says why."""
+        return self._settings.mode
+
+    @property
+    def pid(self) -> int | None:
+        """The feeder's process id (this process's own when it reads in threads); None while none runs."""
+        host = self._state.host
+        return host.pid if host is not None else None
+
+    @property
+    def restarts(self) -> int:
+        """How often a dead feeder was started again."""
+        return int(self.counters[TrainerCounter.RESTARTS])
+
+    @property
+    def ring(self) -> Ring:
+        """The ring, for those who read its counters."""
+        return self._state.ring
+
+    @property
+    def counters(self) -> Any:
+        """The trainer's counters (int64, indexed by ``TrainerCounter``); the loader writes those from SAMPLES on."""
+        return self._state.ring.trainer
+
+    def stats(self) -> dict[str, float]:
+        """The reader's counters as a flat dict: bytes, seconds and counts since the client was made."""
+        return summary(self._state.ring)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._keys
+
+    # The batches.
+
+    def start(self) -> None:
+        """Start the feeder if none runs; does not wait for it."""
+        self._check()
+        if self._state.host is None:
+            self._state.host = self._launch()
+
+    def submit(self, key: int, request: BatchRequest) -> bool:
+        """Ask for a batch under ``key``, any int. False if no slot is free; True, and nothing else, if it is asked.
+
+        Raises ``ValueError`` for a request that cannot be read or does not fit a slot.
+        """
+        self._check()
+        if key in self._keys:
+            return True
+        self.start()
+        self._listen()
+        self._collect()
+        slot = next((slot for slot in self._slots if self._is_free(slot)), None)
+        if slot is None:
+            return False
+        wire = to_wire(request, self._table)
+        offsets, size = span_offsets(request.rows, self._row_bytes)
+        if size > self._shape.slot_bytes:
+            raise ValueError(f"a batch of {size:,} bytes; the ring was made for {self._shape.slot_bytes:,} at most")
+        slot.ask(key, offsets, request.rows, pack_blob(offsets, request.rows, wire))
+        self._ask(slot)
+        self._keys[key] = slot
+        self.counters[TrainerCounter.REQUESTED] += 1
+        self.counters[TrainerCounter.LAST_CALL] = time.monotonic_ns()
+        self._ring_bell()
+        return True
+
+    def ready(self, key: int) -> bool:
+        """Whether ``wait(key)`` would return at once."""
+        self._check()
+        self._listen()
+        slot = self._keys[key]
+        completion = slot.completion()
+        return completion is not None and completion.status != Status.CANCELLED
+
+    def wait(self, key: int, timeout: float | None = None) -> Filled | None:
+        """The batch asked under ``key``, once it is there; None after ``timeout`` seconds.
+
+        Until ``done(key)`` the same call gives the same batch again. ``KeyError``: nothing was asked under ``key``.
+        Raises ``FeederError`` if the feeder died more than ``ReadOptions.restarts`` times over this batch.
+        """
+        self._check()
+        begun = time.monotonic_ns()
+        deadline = None if timeout is None else time.monotonic() + timeout
+        counters = self.counters
+        counters[TrainerCounter.LAST_CALL] = begun
+        try:
+            while True:
+                self._listen()
+                filled = self._result(key)
+                if filled is not None:
+                    counters[TrainerCounter.LAST_WAIT_NS] = time.monotonic_ns() - begun
+                    return filled
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    return None
+                counters[TrainerCounter.WAITING_SERIAL] = self._keys[key].serial
+                counters[TrainerCounter.WAITING_SINCE] = begun
+                self._watch(left)
+        finally:
+            counters[TrainerCounter.WAITING_SINCE] = 0
+            counters[TrainerCounter.WAIT_NS] += time.monotonic_ns() - begun
+
+    def wait_free(self, timeout: float | None = None) -> bool:
+        """Wait until a slot is free; False after ``timeout`` seconds.
+
+        Only batches that were asked and forgotten come free by waiting; those that somebody holds do not.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        begun = time.monotonic_ns()
+        try:
+            while not self.free:
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    return False
+                self.start()
+                # Another thread may release a hold, which rings no bell.
+                self._watch(0.05 if left is None else min(left, 0.05))
+            return True
+        finally:
+            self.counters[TrainerCounter.WAIT_NS] += time.monotonic_ns() - begun
+
+    def done(self, key: int) -> None:
+        """The batch is needed no more; its slot is free once no hold is left. Unknown keys are ignored."""
+        self._keys.pop(key, None)
+
+    def hold(self, key: int, owner: object | None = None) -> int:
+        """Keep the batch's memory until ``release`` of the number returned, or until ``owner`` is collected."""
+        self._check()
+        slot = self._keys[key]
+        self._hold_serial += 1
+        number = self._hold_serial
+        finalizer = None
+        if owner is not None:
+            finalizer = weakref.finalize(owner, self._released.append, number)
+            finalizer.atexit = False
+        slot.holds.add(number)
+        self._holds[number] = slot
+        if finalizer is not None and not finalizer.alive:
+            self._released.append(number)
+        return number
+
+    def release(self, number: int) -> None:
+        """End a hold. Safe in finalizers, in any thread, twice."""
+        self._released.append(number)
+
+    def abandon(self) -> None:
+        """Forget every batch that was asked: a new iteration begins. What is not read yet will not be."""
+        self._check()
+        self.counters[TrainerCounter.GENERATION] += 1
+        self.counters[TrainerCounter.CANCELLED] += len(self._keys)
+        self._keys.clear()
+        self._ring_bell()
+
+    def close(self) -> None:
+        """End the feeder and give up the ring; memory that views still use stays until they are gone."""
+        self._finalizer()
+        self._keys.clear()
+        self._holds.clear()
+        self._slots = []
+
+    def __enter__(self) -> FeederClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Inside.
+
+    def _check(self) -> None:
+        if self._state.owner != os.getpid():
+            raise LoaderError(
+                f"this loader belongs to process {self._state.owner}; this one ({os.getpid()}) was forked from it and "
+                "has no feeder. Make the loader in the process that uses it (a torch DataLoader around it needs "
+                "num_workers=0; hsloader reads ahead by itself)"
+            )
+        if self._state.closed:
+            raise LoaderError("the loader is closed; make a new one")
+
+    def _choose(self, dataset: Dataset) -> EngineSettings:
+        widest = max(self._described, key=lambda field: field.row_bytes).name
+        mode = choose_mode(
+            self.options,
+            self.dataset_path,
+            dataset.manifest.stored_bytes,
+            lambda: next((segment.array(widest).shard_path(0) for segment in dataset.segments), None),
+        )
+        self.mode_reason = mode.reason
+        cores = cpu_share()
+        readers = _READERS[mode.mode] if mode.local else _REMOTE_READERS
+        return EngineSettings(
+            path=str(self.dataset_path),
+            segments=len(dataset.segments),
+            fingerprint=dataset.fingerprint,
+            fields=self.fields,
+            row_bytes=self._row_bytes,
+            mode=mode.mode,
+            drop_pages=mode.drop_pages,
+            readers=self.options.io_threads or readers,
+            decoders=self.options.threads or max(1, cores - 1 if cores > 2 else cores),
+        )
+
+    def _say_what_it_is(self) -> None:
+        settings = self._settings
+        told = {"dataset": settings.path, "fields": self.fields, "mode": settings.mode, "reason": self.mode_reason}
+        self._state.ring.write_info({**self._info, **told, "owner": os.getpid()})
+        self.counters[TrainerCounter.STARTED_AT] = time.monotonic_ns()
+
+    def _new_slots(self) -> None:
+        ring = self._state.ring
+        self._rings += 1
+        self._slots = [Slot(ring, self._rings, number) for number in range(self._shape.slots)]
+
+    def _launch(self) -> Host:
+        if self.options.in_process:
+            return ThreadHost(self._state.ring, self._settings)
+        host = ProcessHost(self._state.ring, self._settings)
+        self.counters[TrainerCounter.FEEDER_PID] = host.pid
+        return host
+
+    def _listen(self) -> None:
+        """Empty the channel. Records are read after it: the system call orders them (see ``ring``)."""
+        host = self._state.host
+        if host is not None:
+            with contextlib.suppress(OSError):
+                while host.channel.recv(4096):
+                    pass
+
+    def _ring_bell(self) -> None:
+        host = self._state.host
+        if host is not None:
+            try:
+                host.channel.send(b"\0")
+            except BlockingIOError:
+                pass  # full: the feeder has a byte to wake up by
+            except OSError:
+                self._recover_if_dead()
+
+    def _is_free(self, slot: Slot) -> bool:
+        return not slot.holds and self._keys.get(slot.key) is not slot and slot.acknowledged()
+
+    def _collect(self) -> None:
+        """Take in what finalizers released."""
+        while self._released:
+            number = self._released.popleft()
+            slot = self._holds.pop(number, None)
+            if slot is not None:
+                slot.holds.discard(number)
+
+    def _ask(self, slot: Slot) -> None:
+        """Write the slot's request into the ring, under a new serial."""
+        self._serial += 1
+        slot.write(self._serial, int(self.counters[TrainerCounter.GENERATION]))
+
+    def _result(self, key: int) -> Filled | None:
+        slot = self._keys[key]
+        completion = slot.completion()
+        if completion is None:
+            return None
+        if completion.status == Status.CANCELLED:  # an abandon() that was interrupted before it forgot the key
+            self._ask(slot)
+            self._ring_bell()
+            return None
+        blob = slot.answer(completion)
+        if completion.status == Status.FAILED:
+            raise FeederError(f"a batch could not be read: {blob.decode(errors='replace')}")
+        bad = decode_bad(blob, self.fields) if completion.bad else ()
+        if not slot.received:
+            slot.received = True
+            self.counters[TrainerCounter.RECEIVED] += 1
+            self.counters[TrainerCounter.BAD_SAMPLES] += len({entry.sample for entry in bad})
+        return slot.filled(self._described, bad, completion)
+
+    def _watch(self, timeout: float | None) -> None:
+        """Wait for the feeder to say something, to end, or for a tick; bring a dead one back."""
+        self.start()
+        host = self._state.host
+        assert host is not None
+        self._ring_bell()  # a submit() may have been interrupted before it rang
+        fds = [host.channel.fileno()] if host.death_fd is None else [host.channel.fileno(), host.death_fd]
+        if -1 not in fds:
+            wait_readable(fds, _TICK if timeout is None else min(timeout, _TICK))
+        self._recover_if_dead()
+
+    def _recover_if_dead(self) -> None:
+        host = self._state.host
+        if host is None:
+            return
+        if host.alive():
+            if not host.stuck():
+                return
+            ring = self._state.ring
+            words = f"{host.epitaph()}: a thread of it hangs in the kernel; the ring is replaced"
+            self._replace_ring()
+        else:
+            ring, words = self._state.ring, host.epitaph()
+        words += file_in_hand(ring)
+        host.close()
+        self.counters[TrainerCounter.FEEDER_PID] = 0
+        asked = [slot for slot in self._slots if not slot.acknowledged()]
+        for slot in asked:
+            slot.attempts += 1
+        if any(slot.attempts > self.options.restarts for slot in asked):
+            raise FeederError(f"the feeder died {self.options.restarts + 1} times over the same batch; now {words}")
+        for slot in asked:
+            self._ask(slot)
+        _log.warning("%s; it is started again and asked again for %d batches", words, len(asked))
+        self.counters[TrainerCounter.RESTARTS] += 1
+        self._state.host = None
+        self.start()
+
+    def _replace_ring(self) -> None:
+        """Move to a new ring: threads of the dead feeder may still write into the old one, which views keep alive."""
+        old, asked = self._state.ring, [slot for slot in self._slots if not slot.acknowledged()]
+        ring = Ring.create(self._shape)
+        ring.trainer[:] = old.trainer
+        self._state.ring = ring
+        self._new_slots()
+        self._say_what_it_is()
+        for slot, new in zip(asked, self._slots, strict=False):
+            new.take_over(slot)
+            if self._keys.get(slot.key) is slot:
+                self._keys[slot.key] = new
+        old.close()
+
+
+def _possible(options: ReadOptions) -> ReadOptions:
+    """The options, with threads of this process where no feeder process can be had; that is said."""
+    problem = launch_problem() if hasattr(os, "memfd_create") else "this system has no memfd"
+    if not problem or options.in_process:
+        return options
+    _log.warning("reading with threads of this process, which slows the trainer: %s", problem)
+    return dataclasses.replace(options, in_process=True)
+
+
+def _check_budget(size: int, budget: int) -> None:
+    if budget < _LEAST_SLOTS * size:
+        raise ValueError(
+            f"prefetch of {budget:,} bytes: the largest batch takes {size:,} bytes and the loader needs room for "
+            f"three; give ReadOptions(prefetch={_LEAST_SLOTS * size}) or more, or make the batches smaller"
+        )
+    available = memory_available()
+    if budget > available:
+        raise ValueError(
+            f"prefetch of {budget:,} bytes: only {available:,} bytes of memory are available; give "
+            f"ReadOptions(prefetch=...) of {_LEAST_SLOTS * size:,} bytes or more that fits, or make the batches smaller"
+        )

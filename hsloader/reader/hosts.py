@@ -1,0 +1,142 @@
+"""Where an engine runs, as the client sees it: in a feeder process, or in threads of this process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+from dataclasses import asdict
+from pathlib import Path
+from typing import Protocol
+
+from hsloader._launch import launch
+from hsloader.reader.engine import Engine, EngineSettings
+from hsloader.reader.ring import Ring
+
+__all__ = ["Host", "ProcessHost", "ThreadHost"]
+
+# numpy's OpenBLAS would start a thread a core in a process that never multiplies.
+_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONWARNINGS": ""}
+
+_GRACE = 0.5  # seconds that a feeder has to leave by itself; a stopped one never does
+
+
+class Host(Protocol):
+    """A running engine."""
+
+    channel: socket.socket
+    death_fd: int | None
+    pid: int
+
+    def alive(self) -> bool:
+        """Whether it still runs."""
+
+    def stuck(self) -> bool:
+        """Whether it died but threads of it are left in the kernel, which may yet write into the ring."""
+
+    def epitaph(self) -> str:
+        """How it ended, in words."""
+
+    def close(self) -> None:
+        """End it and free what it holds; in a forked child only close the descriptors. Safe to call again."""
+
+
+class ProcessHost:
+    """A feeder process."""
+
+    def __init__(self, ring: Ring, settings: EngineSettings) -> None:
+        fds = {"ring": ring.fd}
+        stderr = -1
+        with contextlib.suppress(OSError):
+            stderr = fds["stderr"] = os.dup(2)  # 2 itself is the child's log
+        try:
+            self._child = launch(
+                "hsloader.reader.feeder:main", args=asdict(settings), fds=fds, name="feeder", environment=_ENVIRONMENT
+            )
+        finally:
+            if stderr >= 0:
+                os.close(stderr)
+        self.channel = self._child.channel
+        self.channel.setblocking(False)
+        self.death_fd = self._child.pidfd
+        self.pid = self._child.pid
+        self._words = ""
+
+    def alive(self) -> bool:
+        """See ``Host``."""
+        return not self._words and self._child.poll() is None
+
+    def stuck(self) -> bool:
+        """See ``Host``."""
+        # A process that has just ended is a zombie too, until it is asked for: only what stays one is stuck.
+        return self.alive() and _state(self.pid) == "Z" and self.alive()
+
+    def epitaph(self) -> str:
+        """See ``Host``."""
+        return self._words or self._child.ending()
+
+    def close(self) -> None:
+        """See ``Host``."""
+        if not self._words:
+            self._words = self._child.ending()
+        self._child.close(_GRACE)
+
+
+class ThreadHost:
+    """An engine in threads of this process: no second process, but its threads share the trainer's GIL."""
+
+    def __init__(self, ring: Ring, settings: EngineSettings) -> None:
+        self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.channel.setblocking(False)
+        self.death_fd: int | None = None
+        self.pid = os.getpid()
+        self._closed = False
+        self._engine = Engine(ring, theirs, settings)
+        self._engine.start()
+        self._thread = threading.Thread(target=_serve, args=(self._engine,), name="hsl-engine", daemon=True)
+        self._thread.start()
+
+    def alive(self) -> bool:
+        """See ``Host``."""
+        return not self._closed
+
+    def stuck(self) -> bool:
+        """See ``Host``."""
+        return False
+
+    def epitaph(self) -> str:
+        """See ``Host``."""
+        return "the reader's threads ended"
+
+    def close(self) -> None:
+        """See ``Host``."""
+        if self._closed:
+            return
+        self._closed = True
+        self.channel.close()
+        if os.getpid() == self.pid:
+            self._thread.join(5.0)
+            self._engine.stop()
+        self._engine.channel.close()
+
+
+def _serve(engine: Engine) -> None:
+    engine.serve(None, lambda: False, lambda line: None)
+
+
+def _state(pid: int) -> str:
+    """The state letter of a process's first thread."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def wait_readable(fds: list[int], timeout: float | None) -> None:
+    """Wait until one of ``fds`` is readable or hung up, or ``timeout`` seconds are over."""
+    poller = select.poll()
+    for fd in fds:
+        poller.register(fd, select.POLLIN)
+    poller.poll(None if timeout is None else max(0.0, timeout) * 1000)

@@ -1,0 +1,136 @@
+"""Slots as the client keeps them, filled batches as it hands them out, and what must be closed in the end."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hsloader.reader.batch import BadSample
+from hsloader.reader.hosts import Host
+from hsloader.reader.ring import Completion, Request, Ring
+from hsloader.store.fields import Field
+
+__all__ = ["Filled", "Slot", "State", "watch_forks"]
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """A batch that is there.
+
+    ``spans[f]``: the rows of field f as bits ``[rows, *field.shape]`` (see ``DType.bits``), a writable view of the
+    slot. ``memory``: the whole slot, uint8, page-aligned, whole pages; (``ring``, ``slot``) identifies it for
+    registration with CUDA: ``ring`` only changes when a dead feeder left a thread behind. ``bad``: samples whose rows
+    are zero as they could not be had. ``fill_seconds``: from the feeder taking the request to the batch being there.
+    """
+
+    key: int
+    ring: int
+    slot: int
+    spans: tuple[npt.NDArray[Any], ...]
+    memory: npt.NDArray[np.uint8]
+    bad: tuple[BadSample, ...]
+    fill_seconds: float
+
+
+class Slot:
+    """A place in the ring for one batch. Whether it is asked and done is in the ring, not here."""
+
+    __slots__ = ("attempts", "blob", "holds", "key", "number", "offsets", "received", "ring", "ring_number", "rows")
+
+    def __init__(self, ring: Ring, ring_number: int, number: int) -> None:
+        self.ring = ring
+        self.ring_number = ring_number
+        self.number = number
+        self.key = 0
+        self.offsets: tuple[int, ...] = ()
+        self.rows: tuple[int, ...] = ()
+        self.blob = b""
+        self.holds: set[int] = set()
+        self.attempts = 0  # feeders that died while this was asked
+        self.received = False
+
+    @property
+    def serial(self) -> int:
+        """The serial of what was asked last; 0 before."""
+        request = self.ring.request(self.number)
+        return request.serial if request is not None else 0
+
+    def ask(self, key: int, offsets: Sequence[int], rows: Sequence[int], blob: bytes) -> None:
+        """Note what is to be asked."""
+        self.key, self.offsets, self.rows, self.blob = key, tuple(offsets), tuple(rows), blob
+        self.attempts, self.received = 0, False
+
+    def take_over(self, other: Slot) -> None:
+        """Ask here what was asked in ``other``."""
+        self.ask(other.key, other.offsets, other.rows, other.blob)
+        self.attempts = other.attempts
+
+    def write(self, serial: int, generation: int) -> None:
+        """Ask for it in the ring."""
+        self.ring.write_request(self.number, serial, self.key, generation, self.blob)
+
+    def completion(self) -> Completion | None:
+        """What became of what was asked last; None if that is open, or nothing was asked."""
+        request = self.ring.request(self.number)
+        completion = self.ring.completion(self.number)
+        if request is None or completion is None or completion.serial != request.serial:
+            return None
+        return completion
+
+    def acknowledged(self) -> bool:
+        """Whether the feeder will not touch the slot: it answered what was asked, or nothing was."""
+        return self.ring.request(self.number) is None or self.completion() is not None
+
+    def answer(self, completion: Completion) -> bytes:
+        """The bytes that came with a completion."""
+        request: Request | None = self.ring.request(self.number)
+        return self.ring.completion_blob(request, completion) if request is not None and completion.blob_bytes else b""
+
+    def filled(self, fields: Sequence[Field], bad: tuple[BadSample, ...], completion: Completion) -> Filled:
+        """The batch as views of the slot."""
+        memory = self.ring.slot(self.number)
+        spans = []
+        for field, offset, rows in zip(fields, self.offsets, self.rows, strict=True):
+            span = memory[offset : offset + rows * field.row_bytes]
+            spans.append(span.view(field.type.bits).reshape(rows, *field.shape))
+        seconds = (completion.finished - completion.started) / 1e9
+        return Filled(self.key, self.ring_number, self.number, tuple(spans), memory, bad, seconds)
+
+
+class State:
+    """What a client must close: its host and its ring. Knows no client, so that a client can be collected."""
+
+    def __init__(self, ring: Ring) -> None:
+        self.ring = ring
+        self.host: Host | None = None
+        self.owner = os.getpid()
+        self.closed = False
+
+    def shut(self) -> None:
+        """End the feeder and close the descriptors; in a forked child, whose feeder it is not, only the latter."""
+        self.closed = True
+        if self.host is not None:
+            self.host.close()
+        self.ring.close()
+
+
+_states: weakref.WeakSet[State] = weakref.WeakSet()
+
+
+def watch_forks(state: State) -> None:
+    """Have a forked child close its copies of the descriptors, or the feeder would not see its trainer hang up."""
+    _states.add(state)
+
+
+def _leave() -> None:
+    for state in list(_states):
+        state.shut()
+
+
+os.register_at_fork(after_in_child=_leave)
