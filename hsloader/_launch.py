@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Child", "LaunchUnavailableError", "Parent", "child_main", "launch"]
+__all__ = ["Child", "LaunchUnavailableError", "Parent", "child_main", "launch", "launch_problem"]
 
 _BOOT = (
     "import sys,json\n"
@@ -106,7 +106,11 @@ class Child:
                 status = self._process.wait(grace)
             except subprocess.TimeoutExpired:
                 self._process.kill()
-                status = self._process.wait()
+                # A thread that waits for a dead disk or server keeps even a killed process; it is not waited for.
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    status = self._process.wait(grace)
+        elif self._process.returncode is None:
+            self._process.returncode = 0  # not this process's child: nothing to wait for, nothing to warn about
         for fd in (self.pidfd, self._log):
             if fd is not None and fd >= 0:
                 os.close(fd)
@@ -155,15 +159,17 @@ def launch(
     args: object = None,
     fds: Mapping[str, int] | None = None,
     name: str = "child",
+    environment: Mapping[str, str] | None = None,
 ) -> Child:
     """Start ``entry`` (``"package.module:function"``) in a child; it is called with one argument, its ``Parent``.
 
     ``args`` is anything JSON can carry (keep it small: it travels on the command line), ``fds`` are descriptors
-    that the child gets under the same names.  Raises ``LaunchUnavailableError`` where there is no interpreter to
-    start, ``OSError`` where the system refuses.
+    that the child gets under the same names, ``environment`` is added to the parent's.  Raises
+    ``LaunchUnavailableError`` where there is no interpreter to start, ``OSError`` where the system refuses.
     """
-    if not sys.executable or not Path(sys.executable).exists():
-        raise LaunchUnavailableError(f"sys.executable is {sys.executable!r}: no interpreter to start a child with")
+    problem = launch_problem()
+    if problem:
+        raise LaunchUnavailableError(problem)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     log = _log_file(name)
     own_pidfd = _pidfd(os.getpid())
@@ -178,7 +184,7 @@ def launch(
             "args": args,
         }
         passed = [theirs.fileno(), *(fds or {}).values()] + ([own_pidfd] if own_pidfd is not None else [])
-        environment = {key: value for key, value in os.environ.items() if key != "PYTHONINSPECT"}
+        variables = {key: value for key, value in os.environ.items() if key != "PYTHONINSPECT"}
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
         try:
             process = subprocess.Popen(
@@ -187,7 +193,7 @@ def launch(
                 stdout=subprocess.DEVNULL,
                 stderr=log,
                 pass_fds=passed,
-                env=environment,
+                env={**variables, **(environment or {})},
             )
             return Child(process, ours, log, name)
         finally:
@@ -200,6 +206,15 @@ def launch(
         theirs.close()
         if own_pidfd is not None:
             os.close(own_pidfd)
+
+
+def launch_problem() -> str:
+    """Why this interpreter cannot start a child; empty if it can."""
+    if not sys.executable or not Path(sys.executable).exists():
+        return f"sys.executable is {sys.executable!r}: no interpreter to start a child with"
+    if getattr(sys, "frozen", False):
+        return f"this program is frozen: {sys.executable} is no Python interpreter"
+    return ""
 
 
 def child_main(spec: Mapping[str, Any]) -> None:
