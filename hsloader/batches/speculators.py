@@ -1,0 +1,188 @@
+"""speculators 0.3 to 0.9: packed batches of one row of ``max_tokens`` tokens.
+
+Sources: ``speculators/train/data.py`` (collate and dataset), ``models/eagle3/data.py`` (shift), ``models/mtp/data.py``
+of the releases 0.3.0 to 0.9.0, and ``scripts/train.py`` or ``train/cli.py`` for which variant shifts.
+
+Samples follow one another, cut or zero-padded at T = ``max_tokens``.  eagle3 and peagle align token t + 1 with the
+auxiliary state of token t, so a sample of S tokens becomes a document of S - 1; positions then begin at 1.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hsloader.batches.layout import BatchLayout, Span, SpanRuns, pieces_of
+from hsloader.batches.states import State, batch_dtype, torch_dtype
+from hsloader.batches.trainer import BatchSettings, NormState, Trainer, field_of, span_of_scale
+from hsloader.store.fields import Field
+
+__all__ = ["SPECULATORS", "SpeculatorsTrainer"]
+
+_SHIFTED = frozenset({"eagle3", "peagle"})
+_LAST_ONLY = frozenset({"mtp"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Release:
+    """What differs between releases, as far as a batch shows it."""
+
+    variants: tuple[str, ...]
+    norm_state: NormState | None = "pre"
+    dtype: str = "bfloat16"  # default of --hidden-states-dtype
+    documents: bool = True  # document_ids per token, else one lengths entry per document
+    error_records: bool = False
+    recovery: bool = False
+    noise_on_last: bool = False
+    empty_batches: bool = True
+    arrow: bool = True  # masks come from an arrow column: any integer type arrives as int64
+    order: str = "multipack-0.4"
+
+
+_V04 = _Release(
+    variants=("eagle3",),
+    dtype="float32",
+    documents=False,
+    noise_on_last=True,
+    empty_batches=False,
+    arrow=False,
+)
+_V07 = _Release(variants=("eagle3", "peagle", "dflash", "dspark", "mtp"), order="multipack-0.7")
+_V08 = replace(_V07, variants=(*_V07.variants, "dflash2"), error_records=True, recovery=True)
+
+SPECULATORS: dict[str, _Release] = {
+    # 0.3's model took the last state as it came; from 0.4 on the model applies the verifier's final norm itself.
+    "speculators-0.3": replace(_V04, norm_state=None),
+    "speculators-0.4": _V04,
+    "speculators-0.5": _Release(variants=("eagle3", "dflash"), documents=False),
+    "speculators-0.6": _Release(variants=("eagle3", "peagle", "dflash", "mtp"), documents=False),
+    "speculators-0.7": _V07,
+    "speculators-0.8": _V08,
+    "speculators-0.9": replace(_V08, variants=(*_V08.variants, "xpress"), order="multipack-0.9"),
+}
+
+
+class SpeculatorsTrainer(Trainer):
+    """Batches of one speculators release and variant.
+
+    eagle3 and the other variants but mtp: ``hidden_states`` [1, T, k*H], ``verifier_last_hidden_states`` [1, T, H] in
+    ``hidden_states_dtype`` (default bfloat16, float32 up to 0.4), ``input_ids``, ``position_ids`` int64 [1, T],
+    ``loss_mask`` [1, T] int64, or bool where the producer's column was; then ``lengths`` int64 [documents] up to 0.6
+    or ``document_ids`` int64 [1, T] (-1 in the padding) from 0.7 on, and ``error_records`` (int) from 0.8 on.
+    mtp: the last state alone, under the name ``hidden_states``.
+    """
+
+    default_variant = "eagle3"
+
+    def __init__(self, name: str, variant: str, fields: Mapping[str, Field], settings: BatchSettings) -> None:
+        release = SPECULATORS[name]
+        title = f"{name} ({variant})"
+        dtype = settings.hidden_states_dtype or release.dtype
+        wanted = [("hidden_states", "last_hidden_state")] if variant in _LAST_ONLY else list(_STATES)
+        spans = [Span(field, field_of(fields, field, title)) for field in ("input_ids", "loss_mask")]
+        states: list[State] = []
+        for key, field in wanted:
+            span = Span(field, field_of(fields, field, title))
+            scale = span_of_scale(fields, span.field, f"{field}_scale", title)
+            spans += [span, *([scale] if scale else [])]
+            states.append(State(key, field, dtype, scale.name if scale else None))
+        super().__init__(name, variant, settings, spans=spans, states=states)
+        if settings.max_tokens is None or settings.batch_size is not None:
+            raise ValueError(f"trainer {name} packs by tokens: give max_tokens= (its --total-seq-len), no batch_size=")
+        self._release = release
+        self._length = settings.max_tokens
+        self._shift = int(variant in _SHIFTED)
+        self._ids_dtype = torch_dtype(batch_dtype(spans[0].field, integers_as_int64=False))
+        self._mask_dtype = torch_dtype(batch_dtype(spans[1].field, integers_as_int64=release.arrow))
+        self.norm_state = release.norm_state
+        self.own_order = release.order
+        self.own_split = "contiguous" if release.arrow else "shuffled-files"
+        self.knows_empty_batches = release.empty_batches
+        if variant not in _LAST_ONLY:  # mtp throws the auxiliary states away, noise and all
+            last = ("verifier_last_hidden_states",) if release.noise_on_last else ()
+            self.noise_keys = ("hidden_states", *last)
+
+    def costs(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.maximum(self.cut(lengths) - self._shift, 0)
+
+    def largest_rows(self, lengths: NDArray[np.int64]) -> dict[str, int]:
+        return {span.name: self._length for span in self.spans}
+
+    def lay_out(self, samples: NDArray[np.int64], lengths: NDArray[np.int64], bad: Collection[int] = ()) -> BatchLayout:
+        whole, kept = np.asarray(samples, dtype=np.int64), self.costs(np.asarray(lengths, dtype=np.int64))
+        lost = frozenset(bad) & frozenset(whole.tolist())
+        if lost:
+            good = np.array([sample not in lost for sample in whole.tolist()])
+            packed, kept = whole[good], kept[good]
+        else:
+            packed = whole
+        first = np.cumsum(kept) - kept
+        counts = np.clip(self._length - first, 0, kept)
+        runs = [SpanRuns(packed, self._start(span) + 0 * counts, counts, first) for span in self.spans]
+        return BatchLayout(
+            samples=whole,
+            bad=lost,
+            shape=(1, self._length),
+            rows={span.name: self._length for span in self.spans},
+            pieces=pieces_of(runs),
+            host=self._positions(kept, first, counts),
+        )
+
+    def _start(self, span: Span) -> int:
+        """First token of a sample that goes into this span."""
+        return 0 if span.name in ("hidden_states", "hidden_states_scale") else self._shift
+
+    def _positions(
+        self, kept: NDArray[np.int64], first: NDArray[np.int64], counts: NDArray[np.int64]
+    ) -> dict[str, NDArray[np.generic]]:
+        """position_ids, and document_ids or lengths."""
+        filled = int(counts.sum())
+        positions = np.zeros((1, self._length), dtype=np.int64)
+        positions[0, :filled] = np.arange(filled) - np.repeat(first, counts) + self._shift
+        # Documents end with the one that reaches T; without any sample the trainer's placeholder is one empty document.
+        reached = np.flatnonzero(first + kept >= self._length)
+        documents = counts[: reached[0] + 1] if len(reached) else counts
+        if not len(documents):
+            documents = np.zeros(1, dtype=np.int64)
+        if not self._release.documents:
+            return {"position_ids": positions, "lengths": documents}
+        numbers = np.full((1, self._length), -1, dtype=np.int64)
+        numbers[0, :filled] = np.repeat(np.arange(len(documents)), documents)
+        return {"position_ids": positions, "document_ids": numbers}
+
+    def finish(
+        self,
+        layout: BatchLayout,
+        spans: Mapping[str, torch.Tensor],
+        host: Mapping[str, torch.Tensor] | None = None,
+    ) -> dict[str, Any]:
+        ids = spans["input_ids"]
+        batch: dict[str, Any] = self._host_tensors(layout, ids.device, host)
+        for key, rows in self._states_in(spans).items():
+            batch[key] = rows.reshape(1, self._length, -1)
+        batch["input_ids"] = ids.to(self._ids_dtype).reshape(1, -1)
+        batch["loss_mask"] = spans["loss_mask"].to(self._mask_dtype).reshape(1, -1)
+        if self._release.error_records:
+            batch["error_records"] = layout.dropped
+        if self._release.recovery and layout.dropped == len(layout.samples):
+            batch |= _recovery()
+        return batch
+
+
+_STATES = (("hidden_states", "hidden_states"), ("verifier_last_hidden_states", "last_hidden_state"))
+
+
+def _recovery() -> dict[str, object]:
+    """The note that 0.8's and 0.9's collator adds to an all-padding batch.
+
+    Their Trainer takes it out of the batch, demands its own class and only logs it; any other consumer would pass it
+    to the model.  So it is given exactly where that class is loaded, that is, where the Trainer is.
+    """
+    metadata = getattr(sys.modules.get("speculators.train.recovery"), "RecoveryMetadata", None)
+    return {} if metadata is None else {"__recovery__": metadata(locally_empty=True)}
