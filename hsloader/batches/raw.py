@@ -38,12 +38,11 @@ class RawTrainer(Trainer):
         super().__init__(
             "raw", None, settings, spans=[Span(name, field) for name, field in fields.items()], states=states
         )
-        self._batch_size = settings.batch_size or 1
 
     def contract(self, split: str) -> dict[str, str | int | float | bool | None]:
         settings = super().contract(split)
         if not self.packed:
-            settings["batch_size"] = self._batch_size
+            settings["batch_size"] = self.batch_size
         return settings
 
     def cut(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -55,7 +54,7 @@ class RawTrainer(Trainer):
 
     def largest_rows(self, lengths: NDArray[np.int64]) -> dict[str, int]:
         used = self.cut(lengths)
-        most = self.settings.max_tokens or int(np.sort(used)[::-1][: self._batch_size].sum())
+        most = self.settings.max_tokens or int(np.sort(used)[::-1][: self.batch_size].sum())
         return {span.name: most for span in self.spans}
 
     def lay_out(self, samples: NDArray[np.int64], lengths: NDArray[np.int64], bad: Collection[int] = ()) -> BatchLayout:

@@ -75,7 +75,6 @@ class SpecForgeTrainer(Trainer):
         super().__init__(name, variant, settings, spans=spans, states=states)
         if settings.batch_size is None or settings.max_tokens is not None:
             raise ValueError(f"trainer {name} pads by samples: give batch_size=, no max_tokens=")
-        self._batch_size = settings.batch_size
         self._eagle3 = variant == "eagle3"
         self._slices = settings.sequence_parallel
         if self._slices and not (self._eagle3 and self._release.sequence_parallel):
@@ -98,7 +97,7 @@ class SpecForgeTrainer(Trainer):
     def largest_rows(self, lengths: NDArray[np.int64]) -> dict[str, int]:
         longest = np.max(lengths, initial=0, keepdims=True).astype(np.int64)
         columns = self._columns(_Rows.of(self.cut(longest), self._slices))
-        return {span.name: self._batch_size * columns[span.name] for span in self.spans}
+        return {span.name: self.batch_size * columns[span.name] for span in self.spans}
 
     def lay_out(self, samples: NDArray[np.int64], lengths: NDArray[np.int64], bad: Collection[int] = ()) -> BatchLayout:
         whole = np.asarray(samples, dtype=np.int64)

@@ -106,6 +106,11 @@ class Trainer(ABC):
         return self.settings.max_tokens is not None
 
     @property
+    def batch_size(self) -> int:
+        """Samples a batch where they are counted; 1 unless given."""
+        return self.settings.batch_size or 1
+
+    @property
     def title(self) -> str:
         """Name and variant, for messages."""
         return f"{self.name} ({self.variant})" if self.variant else self.name

@@ -13,10 +13,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from hsloader.batches.orders import distributed_sampler_planner, order_named  # noqa: E402
 from hsloader.batches.registry import trainer_named  # noqa: E402
-from hsloader.batches.samplers import distributed_sampler_planner  # noqa: E402
 from hsloader.batches.trainer import SequenceParallel, Trainer  # noqa: E402
-from hsloader.order.multipack import multipack_batches  # noqa: E402
 from tests.batches.golden_sources import CASES, Source, assert_same_batch, case_of, execute, read_source  # noqa: E402
 from tests.shared_data import needs_shared  # noqa: E402
 
@@ -93,15 +92,8 @@ def test_speculators(name: str, number: int) -> None:
         assert_same_batch(batch_of(trainer, source, [i + first for i in batch["indices"]]), theirs)
     # and the trainer's own order, up to the places of samples that are equally long once cut
     subset = np.arange(first, len(source.lengths))
-    assert trainer.own_order is not None
-    plan = multipack_batches(
-        subset,
-        source.lengths[subset],
-        run["total_seq_len"],
-        version=trainer.own_order,
-        seed=run["seed"],
-        epoch=run["epoch"],
-        world=1,
+    plan = order_named("trainer", trainer, subset, source.lengths[subset], seed=run["seed"], world=1).planner(
+        run["epoch"]
     )
     cut = np.minimum(source.lengths, run["total_seq_len"])
     assert [cut[batch].tolist() for batch in plan] == [
@@ -118,14 +110,16 @@ def test_specforge(name: str, number: int) -> None:
         assert_same_batch(batch_of(trainer, source, batch["indices"]), theirs)
     split = "val" if "eval" in run["name"] else "train"
     assert trainer.drops_last(split) == run["drop_last"]
-    plan = distributed_sampler_planner(
+    plan = order_named(
+        "trainer",
+        trainer,
         np.arange(len(source.lengths)),
-        run["batch_size"],
+        source.lengths,
         seed=run.get("seed", 0),
         world=1,
+        split=split,
         shuffle=run["shuffle"],
-        drop_last=run["drop_last"],
-    )(run["epoch"])
+    ).planner(run["epoch"])
     assert [batch.tolist() for batch in plan] == [batch["indices"] for batch in run["batches"]]
 
 
@@ -152,7 +146,9 @@ def test_distributed_sampler_orders(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize(("name", "number"), [p for p in runs("spec") if "missing" not in p.values[0]])
+@pytest.mark.parametrize(
+    ("name", "number"), [p for p in runs("speculators") + runs("specforge") if "missing" not in p.values[0]]
+)
 def test_on_a_gpu(name: str, number: int) -> None:
     run, source = case_of(name)["runs"][number], source_of(name)
     make = speculators_trainer if name.startswith("speculators") else specforge_trainer

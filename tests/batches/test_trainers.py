@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 from hsloader.batches.fit import check_fit  # noqa: E402
 from hsloader.batches.layout import BatchLayout  # noqa: E402
 from hsloader.batches.noise import GaussianNoise, UniformNoise, noise_keys  # noqa: E402
+from hsloader.batches.orders import order_named  # noqa: E402
 from hsloader.batches.registry import TRAINER_NAMES, trainer_named, variants_of  # noqa: E402
 from hsloader.batches.states import batch_dtype, restored, tensor_of  # noqa: E402
 from hsloader.batches.trainer import SequenceParallel, Trainer  # noqa: E402
@@ -329,3 +330,31 @@ def test_every_trainer_says_what_a_state_must_know() -> None:
             assert (contract["trainer"], contract["variant"]) == (name, variant)
             assert trainer.packed == ("max_tokens" in size)
             assert contract["drop_last"] == trainer.drops_last("train")
+
+
+def test_orders_by_name() -> None:
+    lengths = np.arange(3, 13, dtype=np.int64)
+    samples = np.arange(10, dtype=np.int64) * 2
+    packed = trainer_named("speculators-0.9", FIELDS, max_tokens=20)
+    padded = trainer_named("specforge-0.2", FIELDS, batch_size=4)
+
+    def order(name: str, trainer: Trainer, **options: Any) -> Any:
+        return order_named(name, trainer, samples, lengths, seed=0, **{"world": 2, **options})
+
+    for trainer in (packed, padded):
+        assert order("hsloader", trainer, split="val").elastic
+        assert sorted(order("hsloader", trainer, split="val").planner(0).samples.tolist()) == samples.tolist()
+    assert [len(batch) for batch in order("hsloader", padded).planner(0)] == [4, 4]  # trains without the short one
+    assert order("trainer", packed).contract == {"order": "multipack-0.9", "shuffle": True, "world_size": 2}
+    assert order("hsloader", packed).contract == {"order": "hsloader", "shuffle": True}
+    assert [len(batch) for batch in order("trainer", padded, shuffle=False).planner(0)] == [4, 4]
+    assert order("trainer", padded, shuffle=False).planner(0)[1].tolist() == [2, 6, 10, 14]
+    for name, trainer, options, message in [
+        ("random", packed, {}, "expected one of hsloader, trainer, multipack-0.4"),
+        ("trainer", trainer_named("raw", FIELDS), {}, "trainer raw has no order of its own"),
+        ("distributed-sampler", packed, {}, "counts samples"),
+        ("multipack-0.9", padded, {}, "packs by tokens"),
+        ("multipack-0.9", packed, {"shuffle": False}, "always shuffles"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            order(name, trainer, **options)
