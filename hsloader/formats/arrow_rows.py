@@ -21,7 +21,7 @@ import numpy.typing as npt
 from hsloader.errors import SourceError
 from hsloader.formats.blocks import Block, Tensor
 
-__all__ = ["ArrowRow", "read_row", "rows_of"]
+__all__ = ["ArrowRow", "load_pyarrow", "read_row", "rows_of"]
 
 _MAX_METADATA = 16 << 20
 _KNOWN = frozenset({"input_ids", "loss_mask", "seq_len"})
@@ -84,7 +84,7 @@ def _data_files(folder: str) -> list[str]:
     return [os.path.join(folder, n) for n in names]
 
 
-def _pyarrow() -> tuple[Any, Any]:
+def load_pyarrow() -> tuple[Any, Any]:
     try:
         import pyarrow
         import pyarrow.ipc
@@ -97,7 +97,7 @@ def _pyarrow() -> tuple[Any, Any]:
 
 def _batches(path: str) -> Iterator[tuple[int, Any]]:
     """The record batches of one file and their offsets."""
-    pyarrow, ipc = _pyarrow()
+    pyarrow, ipc = load_pyarrow()
     try:
         with pyarrow.OSFile(path) as source:
             size = source.size()
@@ -115,7 +115,7 @@ def _batches(path: str) -> Iterator[tuple[int, Any]]:
 @functools.lru_cache(maxsize=2)
 def _batch_at(path: str, offset: int, identity: tuple[int, int, int]) -> Any:
     """The batch at ``offset``; samples are read in order, so the last batch is asked for again and again."""
-    pyarrow, ipc = _pyarrow()
+    pyarrow, ipc = load_pyarrow()
     try:
         with pyarrow.OSFile(path) as source:
             size = source.size()

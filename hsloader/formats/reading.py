@@ -33,7 +33,9 @@ except ImportError:  # isal has no wheel on some platforms; zlib's is exact too,
 
 _STEP = 1 << 20  # bytes of a block read at once only for its checksum
 _SPAN = 4 << 20  # a span of this many bytes is read whole, however little of it is wanted ...
-_WASTE = 8  # ... and a longer one if at least 1/8 of it is
+_WASTE = 16  # ... and a longer one if at least 1/16 of it is
+_RUN = 4096  # rows of this many bytes are worth a read of their own where the rest is not wanted
+_HELD = 256 << 20  # blocks whose values lie scattered (transposed tensors) are held in memory up to this size
 _ALIGN = 64
 
 
@@ -96,6 +98,7 @@ class BlockReader:
         self._offsets: dict[str, int] = {}
         self._sums: dict[str, tuple[Block, int, int]] = {}  # block, bytes summed, CRC-32 of them
         self._scratch: Bytes | None = None
+        self._held: dict[str, Bytes] = {}
 
     def expect(self, block: Block) -> None:
         """Have the block checked by ``finish``."""
@@ -115,9 +118,23 @@ class BlockReader:
         if entry is not None and start <= entry[1] < stop:
             self._sums[block.name] = (block, stop, crc32(out[entry[1] - start :], entry[2]))
 
-    def read_unsummed(self, block: Block, start: int, out: Bytes) -> None:
-        """Fill ``out`` from ``start`` and leave the checksum to ``finish``."""
-        self._pread(block, start, out)
+    def whole(self, block: Block) -> Bytes:
+        """All bytes of a block, held for the next rows: for values that lie scattered in it."""
+        held = self._held.get(block.name)
+        if held is None:
+            if block.size > _HELD:
+                raise SourceError(
+                    self._path,
+                    f"the values of {block.name} ({block.size} bytes) lie too far apart to be read in order, and a "
+                    f"storage of more than {_HELD} bytes is not held in memory: save the tensor with .contiguous()",
+                )
+            while self._held and sum(map(len, self._held.values())) + block.size > _HELD:
+                self._held.pop(next(iter(self._held)))
+            held = np.empty(block.size, np.uint8)
+            for at in range(0, block.size, _STEP):
+                self.read(block, at, held[at : at + _STEP])
+            self._held[block.name] = held
+        return held
 
     def scalar(self, tensor: Tensor) -> object:
         """The values of a tensor of at most a few elements, as a python number or nested list."""
@@ -146,6 +163,7 @@ class BlockReader:
 
     def close(self) -> None:
         """Close the file."""
+        self._held.clear()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -191,32 +209,68 @@ def read_rows(reader: BlockReader, parts: Sequence[Tensor], start: int, stop: in
     Tensors whose rows interleave in one block (layers of a ``[S, L, H]`` storage) are read in one go.
     """
     spans = [part.span(start, stop) if part.nbytes else (0, 0) for part in parts]
-    places: list[tuple[int, int]] = [(0, 0)] * len(parts)  # for each part: offset in the buffer, first byte of its span
+    found: dict[int, Array] = {}  # rows of each part
+    places: dict[int, tuple[int, int]] = {}  # of a part that is read with its span: its buffer offset, its first byte
     jobs: list[tuple[Block, int, int, int]] = []
-    gathered: dict[int, Array] = {}
+    dense: list[tuple[int, int]] = []
     total = 0
     for group in _shared(parts, spans):
+        block = parts[group[0]].block
         low, high = min(spans[i][0] for i in group), max(spans[i][1] for i in group)
         wanted = sum(_row_bytes(parts[i]) for i in group) * (stop - start)
-        if high - low > max(_SPAN, _WASTE * wanted) and parts[group[0]].block.data is None:
+        if _in_runs(block, [parts[i] for i in group], high - low, wanted):
             for i in group:
-                gathered[i] = _gather(reader, parts[i], start, stop)
-            continue
-        jobs.append((parts[group[0]].block, low, high, total))
-        for i in group:
-            places[i] = (total, low)
-        total += -(-(high - low) // _ALIGN) * _ALIGN
+                dense.append((i, total))
+                total += _round_up(_row_bytes(parts[i]) * (stop - start))
+        elif high - low > max(_SPAN, _WASTE * wanted) and block.data is None:
+            whole = reader.whole(block)
+            for i in group:
+                found[i] = _view(parts[i], start, stop, whole[spans[i][0] : spans[i][1]])
+        else:
+            jobs.append((block, low, high, total))
+            places.update(dict.fromkeys(group, (total, low)))
+            total += _round_up(high - low)
     memory = buffer.reserve(total)
     for block, low, high, at in jobs:
         reader.read(block, low, memory[at : at + high - low])
-    arrays: list[Array] = []
-    for i, part in enumerate(parts):
-        rows = gathered.get(i)
-        if rows is None:
-            at, low = places[i]
-            rows = _view(part, start, stop, memory[at + spans[i][0] - low : at + spans[i][1] - low])
-        arrays.extend(_flat(rows))
-    return arrays
+    for i, at in dense:
+        found[i] = _runs(reader, parts[i], start, stop, memory[at : at + _row_bytes(parts[i]) * (stop - start)])
+    for i, (at, low) in places.items():
+        found[i] = _view(parts[i], start, stop, memory[at + spans[i][0] - low : at + spans[i][1] - low])
+    return [flat for i in range(len(parts)) for flat in _flat(found[i])]
+
+
+def _round_up(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN
+
+
+def _in_runs(block: Block, parts: Sequence[Tensor], span: int, wanted: int) -> bool:
+    """Whether to read only the rows themselves: they are long runs, and what lies between needs no checksum."""
+    return (
+        block.crc == 0
+        and block.data is None
+        and span >= 2 * wanted
+        and all(_row_bytes(p) >= _RUN and _is_dense(p) and p.stride[0] * p.item_size >= _row_bytes(p) for p in parts)
+    )
+
+
+def _is_dense(part: Tensor) -> bool:
+    """Whether each row is one run of elements in the block."""
+    step = 1
+    for size, stride in zip(reversed(part.shape[1:]), reversed(part.stride[1:]), strict=True):
+        if size != 1 and stride != step:
+            return False
+        step *= size
+    return True
+
+
+def _runs(reader: BlockReader, part: Tensor, start: int, stop: int, out: Bytes) -> Array:
+    """Dense rows that lie apart, each read into its place in ``out``."""
+    width = _row_bytes(part)
+    for row in range(start, stop):
+        at = (part.offset + row * part.stride[0]) * part.item_size
+        reader.read(part.block, at, out[(row - start) * width : (row - start + 1) * width])
+    return out.view(dtype_of(part.dtype).bits).reshape(stop - start, *part.shape[1:])
 
 
 def _row_bytes(part: Tensor) -> int:
@@ -262,26 +316,3 @@ def _flat(rows: Array) -> list[Array]:
         width = int(np.prod(rows.shape[1:]))
         return [as_strided(rows, (len(rows), width), (rows.strides[0], item), writeable=False)]
     return [flat for i in range(rows.shape[1]) for flat in _flat(rows[:, i])]
-
-
-def _gather(reader: BlockReader, part: Tensor, start: int, stop: int) -> Array:
-    """Rows of a part that lie far apart (a transposed tensor, one layer of many), run by run; a copy.
-
-    Only what is wanted is read; the checksum of such a block is taken by ``finish``.
-    """
-    bits = dtype_of(part.dtype).bits
-    wanted = part.narrow(0, start, stop)
-    order = sorted(range(len(wanted.shape)), key=lambda i: -wanted.stride[i])
-    shape = [wanted.shape[i] for i in order]
-    stride = [wanted.stride[i] for i in order]
-    inner = len(shape)  # the axes from here on are one run of elements in the block
-    run = 1
-    while inner and stride[inner - 1] == run:
-        run *= shape[inner - 1]
-        inner -= 1
-    out = np.empty(shape, bits)
-    flat = out.reshape(-1, run).view(np.uint8).reshape(-1, run * bits.itemsize)
-    for row, index in enumerate(np.ndindex(*shape[:inner])):
-        at = wanted.offset + sum(i * s for i, s in zip(index, stride[:inner], strict=True))
-        reader.read_unsummed(wanted.block, at * bits.itemsize, flat[row])
-    return out.transpose([order.index(i) for i in range(len(order))])

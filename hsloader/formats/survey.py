@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from hsloader.errors import SourceError
 from hsloader.formats.discover import Discovery, FoundFile, Skipped, discover, natural_key
 from hsloader.formats.opening import describe_file
+from hsloader.formats.producer_settings import SETTINGS_FILE, ProducerSettings, read_settings
 from hsloader.formats.source import Described, Hints, SampleSource
 
 __all__ = ["Survey", "survey"]
 
+_SETTINGS_FILES = 64  # of these are read at most
 _BATCH = 64  # files a thread takes at a time
 
 
@@ -23,7 +25,7 @@ class Survey:
     """What a source holds.
 
     ``samples`` in natural order; ``bad`` what looked like a sample and cannot be taken, with the reason; ``sidecars``
-    what was set aside; ``layouts`` how many samples each layout has.  Every file below SRC is in one of them.
+    what was set aside; ``layouts`` how many samples each layout has; ``settings`` what producers' settings files say.  Every file below SRC is in one of them.
     """
 
     src: str
@@ -31,6 +33,7 @@ class Survey:
     bad: list[Skipped] = field(default_factory=list)
     sidecars: list[Skipped] = field(default_factory=list)
     layouts: Counter[str] = field(default_factory=Counter)
+    settings: list[ProducerSettings] = field(default_factory=list)
 
 
 def survey(
@@ -57,11 +60,18 @@ def survey(
             done += len(batch)
             if progress is not None:
                 progress(done, len(found.files))
+    result.settings = _settings(found)
     for folder in found.folders:
         _take_folder(result, folder)
     if found.folders:
         result.samples.sort(key=lambda s: natural_key(s.name))
     return result
+
+
+def _settings(found: Discovery) -> list[ProducerSettings]:
+    names = [s.name for s in found.sidecars if s.name.rsplit("/", 1)[-1] == SETTINGS_FILE]
+    read = (read_settings(os.path.join(found.src, name), name) for name in names[:_SETTINGS_FILES])
+    return [settings for settings in read if settings is not None]
 
 
 def _take_folder(result: Survey, folder: FoundFile) -> None:

@@ -1,0 +1,217 @@
+"""Write producers' files back: the same keys, dtypes, shapes and values that the layout's reader took.
+
+torch is imported here, when the first file is written; nothing else in this room needs it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from types import TracebackType
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from hsloader.formats.casting import exact_cast
+from hsloader.store.dtypes import dtype_of
+from hsloader.store.fields import Field
+
+__all__ = ["WRITABLE", "SampleWriter", "safetensors_bytes", "sample_writer"]
+
+Array = npt.NDArray[Any]
+
+WRITABLE = (
+    "speculators-list",
+    "speculators-pair",
+    "speculators-arrow",
+    "specforge-eagle3",
+    "specforge-dspark",
+    "specforge-dflash",
+)
+_FIELDS = frozenset({"input_ids", "loss_mask", "hidden_states", "last_hidden_state"})
+_SAFETENSORS = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+
+
+class SampleWriter(Protocol):
+    """Writes samples below a folder. A context manager: what the folder needs beside them is written at the end."""
+
+    def __enter__(self) -> SampleWriter: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def write(
+        self, name: str, values: Mapping[str, Array], fields: Mapping[str, Field], extras: Mapping[str, object]
+    ) -> str:
+        """Write one sample, ``values`` as bits ``[S, *shape]`` of ``fields``; returns its name below the folder."""
+        ...
+
+
+def sample_writer(layout: str, root: Path | str) -> SampleWriter:
+    """The writer of a layout below ``root``. ``ValueError`` with the layouts there are."""
+    if layout not in WRITABLE:
+        raise ValueError(f"layout {layout!r} cannot be written; there are {', '.join(WRITABLE)}")
+    if layout == "speculators-arrow":
+        from hsloader.formats.arrow_writing import ArrowFolderWriter
+
+        return ArrowFolderWriter(Path(root))
+    return _TorchWriter(layout, Path(root))
+
+
+class _TorchWriter:
+    """One torch file a sample."""
+
+    def __init__(self, layout: str, root: Path) -> None:
+        self._layout = layout
+        self._root = root
+
+    def __enter__(self) -> _TorchWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return
+
+    def write(
+        self, name: str, values: Mapping[str, Array], fields: Mapping[str, Field], extras: Mapping[str, object]
+    ) -> str:
+        """Write one sample as a torch file, whole or not at all; an existing file is not overwritten."""
+        import torch
+
+        name = file_name(self._layout, name)
+        tensors = {key: _tensor(torch, bits, fields[key]) for key, bits in values.items()}
+        record = _RECORDS[self._layout](tensors)
+        for key, value in extras.items():
+            record.setdefault(key, value)
+        for key in tensors.keys() - _FIELDS:
+            record.setdefault(key, tensors[key])
+        buffer = io.BytesIO()
+        torch.save(record, buffer)
+        data = buffer.getvalue()
+        publish(self._root / name, gzip.compress(data, 6, mtime=0) if name.endswith(".gz") else data)
+        return name
+
+
+def _tensor(torch: Any, bits: Array, field: Field) -> Any:
+    """The values as a torch tensor of the dtype that the source had."""
+    target = field.source_dtype or field.dtype
+    if not field.type.is_float and target != field.dtype:
+        if dtype_of(target).is_float:
+            return torch.from_numpy(np.array(bits)).to(getattr(torch, target))
+        bits = exact_cast(bits, field.dtype, target, field.name)
+    elif field.type.is_float:
+        target = field.dtype
+    item = dtype_of(target).item_size
+    signed = np.ascontiguousarray(bits).view(f"i{item}") if bits.size else np.empty(bits.shape, f"i{item}")
+    return torch.from_numpy(signed.copy()).view(getattr(torch, target))
+
+
+def _list_record(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    aux = tensors.get("hidden_states")
+    layers = [] if aux is None else [layer.contiguous() for layer in aux.unbind(1)]
+    if "last_hidden_state" not in tensors:
+        raise ValueError("the speculators-list layout ends with the last hidden state, which the dataset does not have")
+    return _with_tokens(tensors, {"hidden_states": [*layers, tensors["last_hidden_state"]]})
+
+
+def _pair_record(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    return _with_tokens(tensors, {"hidden_state": tensors["hidden_states"].flatten(1), "target": _last(tensors)})
+
+
+def _eagle3_record(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    aux = tensors.get("hidden_states")
+    return _with_tokens(
+        tensors,
+        {"hidden_state": _last(tensors)[None], "aux_hidden_state": None if aux is None else aux.flatten(1)[None]},
+    )
+
+
+def _dspark_record(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_dflash_record(tensors), "target_last_hidden_states": _last(tensors)[None]}
+
+
+def _dflash_record(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    return _with_tokens(tensors, {"hidden_states": tensors["hidden_states"].flatten(1)[None]})
+
+
+def _last(tensors: Mapping[str, Any]) -> Any:
+    if "last_hidden_state" not in tensors:
+        raise ValueError("this layout needs the last hidden state, which the dataset does not have")
+    return tensors["last_hidden_state"]
+
+
+def _with_tokens(tensors: Mapping[str, Any], states: dict[str, Any]) -> dict[str, Any]:
+    tokens = {key: tensors[key] for key in ("input_ids", "loss_mask") if key in tensors}
+    return {**tokens, **states}
+
+
+_RECORDS = {
+    "speculators-list": _list_record,
+    "speculators-pair": _pair_record,
+    "specforge-eagle3": _eagle3_record,
+    "specforge-dspark": _dspark_record,
+    "specforge-dflash": _dflash_record,
+}
+
+
+def file_name(layout: str, name: str) -> str:
+    """Where a sample called ``name`` goes, with a suffix of the layout; ``ValueError`` if it would leave the folder."""
+    path = PurePosixPath(name.replace("#", "-"))
+    if path.is_absolute() or ".." in path.parts or not path.name or "\0" in name:
+        raise ValueError(f"the sample name {name!r} is no path below a folder")
+    suffixes = (".ckpt", ".ckpt.gz") if layout.startswith("specforge") else (".pt",)
+    if path.name.endswith(suffixes):
+        return str(path)
+    stem = path.name.removesuffix(".gz")
+    for suffix in (".ckpt", ".pt", ".pth", ".safetensors"):
+        stem = stem.removesuffix(suffix)
+    return str(path.with_name(stem + suffixes[0]))
+
+
+def publish(path: Path, data: bytes | memoryview) -> None:
+    """Write a file whole or not at all; ``FileExistsError`` if it is there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(data)
+        os.link(temporary, path)  # unlike a rename, a link never replaces a file
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def safetensors_bytes(tensors: Mapping[str, tuple[str, Array]]) -> bytes:
+    """A safetensors file of arrays of bits by name, each with its torch dtype name; widest items first."""
+    header: dict[str, object] = {}
+    parts: list[bytes] = []
+    at = 0
+    for name, (dtype, bits) in sorted(tensors.items(), key=lambda t: (-t[1][1].itemsize, t[0])):
+        data = np.ascontiguousarray(bits).tobytes()
+        header[name] = {"dtype": _SAFETENSORS[dtype], "shape": list(bits.shape), "data_offsets": [at, at + len(data)]}
+        parts.append(data)
+        at += len(data)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return b"".join([len(text).to_bytes(8, "little"), text, *parts])
