@@ -6,6 +6,7 @@ import contextlib
 import os
 import resource
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -15,6 +16,10 @@ from hsloader.reader.engine import Engine, EngineSettings
 from hsloader.reader.ring import Ring
 
 __all__ = ["main"]
+
+# A decoder that comes back from C code waits so long for another thread's Python to stop. The usual 5 ms are several
+# chunks' worth of decoding.
+_SWITCH = 0.0002
 
 
 def main(parent: Parent) -> None:
@@ -47,3 +52,4 @@ def _be_a_feeder() -> None:
         if soft != resource.RLIM_INFINITY and soft < wanted:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    sys.setswitchinterval(_SWITCH)
