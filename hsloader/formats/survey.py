@@ -25,7 +25,8 @@ class Survey:
     """What a source holds.
 
     ``samples`` in natural order; ``bad`` what looked like a sample and cannot be taken, with the reason; ``sidecars``
-    what was set aside; ``layouts`` how many samples each layout has; ``settings`` what producers' settings files say.  Every file below SRC is in one of them.
+    what was set aside (every file below SRC is in one of these three); ``layouts`` how many samples each layout has;
+    ``settings`` what producers' own settings files say.
     """
 
     src: str
