@@ -65,6 +65,13 @@ class Child:
         """The exit status if the child has ended (negative: the signal), else None; reaps it."""
         return self._process.poll()
 
+    def wait(self, timeout: float) -> int | None:
+        """Wait for the child to end by itself; its exit status, or None if it still runs after ``timeout`` seconds."""
+        try:
+            return self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return None
+
     def log_tail(self) -> str:
         """The last 4 KiB that the child wrote to its stderr (tracebacks, faulthandler's dump)."""
         if self._log < 0:

@@ -1,4 +1,4 @@
-"""What is checked of every chunk and every sample while it is converted: finite values, zero states, ids, masks.
+"""What is checked of every chunk and every sample while it is converted: finite values, zero states, ids.
 
 States are looked at as integers.  The patterns of NaN and Inf are the largest ones of each sign, so two maxima a row
 (the bits once as unsigned, once as signed numbers) decide exactly whether a row holds one, at memory speed and
@@ -7,13 +7,13 @@ without a temporary; only rows that do are counted value by value.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-__all__ = ["ChunkCheck", "StateCheck", "TokenSummary", "check_ids", "check_mask"]
+__all__ = ["ChunkCheck", "StateCheck", "check_ids"]
 
 Bits = np.ndarray[Any, Any]
 
@@ -85,14 +85,6 @@ class StateCheck:
         return total - infinities, infinities, int(np.argmax(bad.any(axis=1)))
 
 
-@dataclass(frozen=True, slots=True)
-class TokenSummary:
-    """What the samples table records of a sample's token fields; -1 where there is no mask or no supervised token."""
-
-    loss_tokens: int = -1
-    first_supervised: int = -1
-
-
 def check_ids(ids: Bits, vocab_size: int | None) -> str | None:
     """Why these token ids cannot be right, or None."""
     if not len(ids):
@@ -105,13 +97,3 @@ def check_ids(ids: Bits, vocab_size: int | None) -> str | None:
         where = int(np.argmax(ids >= vocab_size))
         return f"input_ids: id {high} (first at token {where}) is outside the vocabulary of {vocab_size:,}"
     return None
-
-
-def check_mask(tokens: Mapping[str, Bits]) -> TokenSummary:
-    """Count the supervised tokens (mask not zero) and find the first of them."""
-    mask = tokens.get("loss_mask")
-    if mask is None:
-        return TokenSummary()
-    supervised = mask != 0
-    count = int(np.count_nonzero(supervised))
-    return TokenSummary(count, int(np.argmax(supervised)) if count else -1)

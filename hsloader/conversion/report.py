@@ -7,20 +7,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from hsloader.formats.discover import Skipped
+
 __all__ = ["ConversionReport", "Deleted", "PlanSummary", "Progress", "ProgressCallback", "Quarantined", "Skipped"]
 
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:
     """A sample or file that did not come out: its name (path below SRC, ``#row`` in containers) and why."""
-
-    name: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Skipped:
-    """A file that is neither a sample nor a bad one (sidecar, lock, editor leftover), and what it was taken for."""
 
     name: str
     reason: str

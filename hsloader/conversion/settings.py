@@ -18,7 +18,7 @@ _BF16 = ("bfloat16", "uint16")
 _NORM_STATES = ("pre", "post", "unknown")
 
 # These change how fast a run is, what it proves or what it leaves behind, but not one byte of the segments.
-_NOT_IN_THE_BYTES = frozenset({"workers", "threads", "delete_source", "read_back", "append", "replan"})
+_NOT_IN_THE_BYTES = frozenset({"workers", "threads", "delete_source", "read_back", "append", "allow_unknown", "replan"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +45,7 @@ class ConvertSettings:
     read_back: bool = True
     delete_source: bool | Literal["lossy"] = False
     append: bool = False
+    allow_unknown: bool = False
     replan: bool = False
 
     def __post_init__(self) -> None:

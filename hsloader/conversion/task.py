@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from hsloader.conversion.checks import StateCheck, TokenSummary, check_ids, check_mask
+from hsloader.conversion.checks import StateCheck, check_ids
 from hsloader.conversion.digests import rows_digest
 from hsloader.conversion.pipeline import EncodedSample, Pipeline
 from hsloader.conversion.readback import Expected, read_back
@@ -27,7 +26,7 @@ from hsloader.formats.source import Hints, OpenSample, SampleSource, open_sample
 from hsloader.store.fields import Field
 from hsloader.store.layout import RowLayout
 from hsloader.store.manifest import SegmentEntry
-from hsloader.store.samples import FLAGS
+from hsloader.store.samples import FLAGS, mask_counts
 from hsloader.store.segment import SegmentWriter
 
 __all__ = ["SegmentResult", "SegmentTask", "TaskProgress", "convert_segment"]
@@ -41,7 +40,8 @@ _REPORT_EVERY = 0.2  # seconds between two words of progress
 class SegmentTask:
     """Everything a worker needs to write one segment into ``directory`` (a temporary one, held by the parent).
 
-    ``refused`` are samples that planning found bad, kept in the segment's metadata beside those found now.
+    ``refused`` are samples that planning found bad, kept in the segment's metadata beside those found now, as is
+    ``source``, by which a resumed run recognises its own work.
     """
 
     number: int
@@ -53,6 +53,7 @@ class SegmentTask:
     samples: tuple[SampleSource, ...]
     hints: Hints
     refused: tuple[Quarantined, ...] = ()
+    source: dict[str, Any] | None = None
     vocab_size: int | None = None
     trim_padding: bool = False
     threads: int = 1
@@ -66,11 +67,6 @@ class SegmentResult:
     number: int
     entry: SegmentEntry | None = None
     quarantined: list[Quarantined] = field(default_factory=list)
-    zero_state_samples: int = 0
-    unsupervised_samples: int = 0
-    trimmed_samples: int = 0
-    left_out: Counter[str] = field(default_factory=Counter)
-    notes: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -116,7 +112,9 @@ class _Conversion:
             found = (Quarantined(s.name, self._reasons[s.name]) for s in task.samples if s.name in self._reasons)
             result.quarantined = [*task.refused, *found]
             if writer.samples:
-                result.entry = writer.seal([{"name": q.name, "reason": q.reason} for q in result.quarantined])
+                result.entry = writer.seal(
+                    [{"name": q.name, "reason": q.reason} for q in result.quarantined], task.source
+                )
         result.seconds["convert"] = time.monotonic() - began
         if result.entry is not None and task.read_back:
             began = time.monotonic()
@@ -150,8 +148,7 @@ class _Conversion:
                 opened.finish()
             except SourceError as error:
                 reason = error.reason
-            notes = tuple(opened.notes)
-        taken = _Taken(sample, tokens, extras, notes, trimmed=length < sample.length)
+        taken = _Taken(sample, tokens, extras, trimmed=length < sample.length)
         pipeline.end(lambda encoded: self._settle(writer, taken, encoded, reason))
 
     def _tokens(self, opened: OpenSample, sample: SampleSource) -> tuple[dict[str, Bits], int]:
@@ -181,14 +178,15 @@ class _Conversion:
             writer.rollback()
             self._quarantine(taken.source, reason)
             return
-        summary = check_mask(taken.tokens)
+        mask = taken.tokens.get("loss_mask")
+        loss_tokens, first_supervised = (-1, -1) if mask is None else mask_counts(mask, self._token_dtypes["loss_mask"])
         flags = FLAGS["all_zero_states"] * bool(encoded.zero_rows) | FLAGS["trimmed"] * taken.trimmed
         extras: dict[str, Any] = dict(taken.extras)
         try:
             writer.commit(
                 taken.tokens,
-                loss_tokens=summary.loss_tokens,
-                first_supervised=summary.first_supervised,
+                loss_tokens=loss_tokens,
+                first_supervised=first_supervised,
                 flags=flags,
                 extras=extras,
             )
@@ -196,22 +194,13 @@ class _Conversion:
             writer.rollback()
             self._quarantine(taken.source, str(error))
             return
-        self._count(taken, encoded, summary)
+        self._advance(taken.source.payload_bytes, samples=1)
         if self._task.read_back:
             digests = {name: rows_digest([bits.reshape(len(bits), -1)]) for name, bits in taken.tokens.items()}
             stored = json.loads(json.dumps(extras))
             self._expected.append(
                 Expected(encoded.name, encoded.length, encoded.digests, encoded.widths, digests, stored)
             )
-
-    def _count(self, taken: _Taken, encoded: EncodedSample, summary: TokenSummary) -> None:
-        result = self._result
-        result.zero_state_samples += encoded.zero_rows > 0
-        result.unsupervised_samples += summary.loss_tokens == 0
-        result.trimmed_samples += taken.trimmed
-        result.notes.update(taken.notes)
-        result.left_out.update(f"{name}: {why}" for name, why in taken.source.left_out)
-        self._advance(taken.source.payload_bytes, samples=1)
 
     def _quarantine(self, sample: SampleSource, reason: str) -> None:
         self._reasons[sample.name] = reason
@@ -244,7 +233,6 @@ class _Taken:
     source: SampleSource
     tokens: Mapping[str, Bits]
     extras: Mapping[str, object]
-    notes: tuple[str, ...]
     trimmed: bool
 
 

@@ -1,0 +1,163 @@
+"""Makes a plan: describe what was found, agree on what a sample is, measure a few, cut into segments."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hsloader.conversion.agreement import agree, fields_of
+from hsloader.conversion.plan import Plan, file_of, group_samples
+from hsloader.conversion.probe import Probe, measure, narrowed
+from hsloader.conversion.provenance import provenance_of
+from hsloader.conversion.report import Quarantined
+from hsloader.conversion.settings import ConvertSettings, cores
+from hsloader.errors import ConversionError
+from hsloader.formats.discover import Discovery, Skipped
+from hsloader.formats.source import Hints, Identity
+from hsloader.formats.survey import Survey, survey
+from hsloader.store.fields import Field
+from hsloader.store.layout import RowLayout, choose_layout
+
+__all__ = ["Made", "hints_of", "layout_of", "make_plan", "nothing_to_convert", "source_identity"]
+
+_SHOWN = 12
+_THREADS_AT_MOST = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A plan that was just made, with what was measured and what was set aside on the way."""
+
+    plan: Plan
+    probe: Probe
+    sidecars: tuple[Skipped, ...]
+
+
+def hints_of(settings: ConvertSettings) -> Hints:
+    """What the formats need to know of the settings."""
+    return Hints(hidden_size=settings.hidden_size)
+
+
+def layout_of(fields: Sequence[Field], typical_length: int) -> RowLayout:
+    """The row layout of a plan's segments."""
+    return choose_layout(fields, typical_length)
+
+
+def make_plan(
+    found: Discovery,
+    settings: ConvertSettings,
+    *,
+    first: int,
+    present_fields: tuple[Field, ...] | None = None,
+    present_names: frozenset[str] = frozenset(),
+    scratch: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Made:
+    """Plan the samples of ``found`` (all of a source, or what is new in it) into segments from number ``first``.
+
+    ``present_fields`` and ``present_names``: the fields and sample names of the dataset that they are to join.
+    ``progress(files described, files)``.  Raises ``ConversionError`` if there is nothing to convert, the samples are
+    not of one kind, or names are taken; a plan that joins a dataset may be without samples (all new ones are bad).
+    """
+    hints = hints_of(settings)
+    threads = min(_THREADS_AT_MOST, 4 * cores())
+    described = survey(found.src, hints=hints, threads=threads, progress=progress, found=found)
+    root = str(Path(found.src).parent) if Path(found.src).is_file() else found.src
+    bad = [Quarantined(item.name, item.reason) for item in described.bad]
+    if not described.samples and present_fields is None:
+        raise nothing_to_convert(found.src, bad, described.sidecars)
+    refused: list[Quarantined] = list(bad)
+    samples = tuple(described.samples)
+    fields = present_fields or ()
+    probe = Probe()
+    typical = settings.typical_length or 1
+    if samples:
+        _demand_new_names(described, present_names)
+        agreed = agree(samples, present_fields)
+        samples, refused = agreed.samples, [*bad, *agreed.refused]
+        fields = _fields(fields_of(samples, settings.codec), present_fields)
+        typical = settings.typical_length or max(1, int(statistics.median(s.length for s in samples)))
+        probe = measure(samples, fields, layout_of(fields, typical), hints, scratch)
+        if present_fields is None:
+            fields = narrowed(fields, probe.token_dtypes)
+    raw = sum(s.length for s in samples) * sum(f.row_bytes for f in fields)
+    segments = group_samples(samples, refused, fields, settings.segment_bytes(raw), first)
+    plan = Plan(
+        source=found.src,
+        root=root,
+        settings=settings.identity(),
+        fields=fields,
+        provenance=provenance_of(settings, fields, sorted({s.layout for s in samples})),
+        typical_length=typical,
+        segments=segments,
+        files=_files(root, described),
+        layouts=dict(Counter(s.layout for s in samples)),
+        notes=dict(Counter(note for s in samples for note in s.notes)),
+        left_out=dict(Counter(f"{name}: {why}" for s in samples for name, why in s.left_out)),
+        refused=() if segments else tuple(refused),
+    )
+    return Made(plan, probe, tuple(described.sidecars))
+
+
+def nothing_to_convert(src: str, bad: Sequence[Quarantined], sidecars: Sequence[Skipped]) -> ConversionError:
+    """The refusal of a source without a sample, with what was looked at instead."""
+    lines = [f"{src}: no samples found, so nothing was written"]
+    if bad:
+        lines.append(f"looked like samples and cannot be taken ({len(bad):,}):")
+        lines += [f"  {item.name}: {item.reason}" for item in bad[:_SHOWN]]
+        if len(bad) > _SHOWN:
+            lines.append(f"  and {len(bad) - _SHOWN:,} more")
+    if sidecars:
+        lines.append(f"set aside ({len(sidecars):,}):")
+        lines += [f"  {item.name}: {item.reason}" for item in sidecars[:_SHOWN]]
+        if len(sidecars) > _SHOWN:
+            lines.append(f"  and {len(sidecars) - _SHOWN:,} more")
+    if not bad and not sidecars:
+        lines.append("the folder is empty; give the folder that the producer wrote its samples to")
+    return ConversionError("\n".join(lines))
+
+
+def source_identity(path: str) -> Identity:
+    """The file's identity now; all zeros where it cannot be looked at (a dangling link)."""
+    try:
+        return Identity.of(os.stat(path))  # noqa: PTH116 - names may hold what Path would normalise
+    except OSError:
+        return Identity(0, 0, 0)
+
+
+def _fields(planned: tuple[Field, ...], present: tuple[Field, ...] | None) -> tuple[Field, ...]:
+    """The planned fields, in the order and with the token types of the dataset they join."""
+    if present is None:
+        return planned
+    by_name = {f.name: f for f in planned}
+    return tuple(
+        Field(
+            name=f.name,
+            dtype=f.dtype,
+            shape=f.shape,
+            codec=by_name[f.name].codec,
+            source_dtype=by_name[f.name].source_dtype,
+            scale=f.scale,
+        )
+        for f in present
+    )
+
+
+def _files(root: str, described: Survey) -> Mapping[str, Identity]:
+    files = {file_of(sample): sample.identity for sample in described.samples}
+    for item in described.bad:
+        files.setdefault(item.name, source_identity(os.path.join(root, item.name)))
+    return files
+
+
+def _demand_new_names(described: Survey, present: frozenset[str]) -> None:
+    taken = [s.name for s in described.samples if s.name in present]
+    if taken:
+        raise ConversionError(
+            f"{described.src}: {len(taken):,} of the samples to append have names that the dataset holds already, for "
+            f"example {taken[0]}; convert both from a common parent folder, so that their names differ"
+        )

@@ -1,0 +1,175 @@
+"""Measures on a few samples what a plan needs to know: ratio, rate, which token types fit, how the last state looks."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from hsloader.conversion.checks import StateCheck
+from hsloader.conversion.digests import rows_digest
+from hsloader.errors import SourceError
+from hsloader.formats.casting import as_numbers
+from hsloader.formats.source import Hints, OpenSample, RowBuffer, SampleSource, open_sample
+from hsloader.store.codec import Codec
+from hsloader.store.fields import Field
+from hsloader.store.layout import RowLayout
+
+__all__ = ["NormProbe", "Probe", "measure", "narrowed"]
+
+Bits = np.ndarray[Any, Any]
+
+_SAMPLES = 6
+_CHUNKS = 4  # of each state field and sample
+_NORM_ROWS = 64
+_USUAL_RATE = 0.4e9  # bytes a second and core, where nothing could be measured
+_USUAL_RATIO = 1.4
+_TOKEN_RATIO = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class NormProbe:
+    """How the last state looks: RMS of its rows (smallest, median, largest) over a few samples, and what it suggests.
+
+    After a final RMSNorm every row has nearly the RMS of the norm's weights; before it rows differ by orders of
+    magnitude.  A hint, never taken as the answer.
+    """
+
+    rows: int = 0
+    smallest: float = 0.0
+    median: float = 0.0
+    largest: float = 0.0
+
+    @property
+    def suggestion(self) -> str:
+        """``"pre"``, ``"post"`` or ``"unknown"``."""
+        if self.rows < 16 or self.median <= 0:
+            return "unknown"
+        spread = self.largest / max(self.smallest, 1e-30)
+        if spread < 3:
+            return "post"
+        return "pre" if spread > 10 else "unknown"
+
+
+@dataclass(slots=True)
+class Probe:
+    """``ratios``: raw bytes for each stored byte, by field.  ``rate``: raw bytes a second of one core, end to end.
+
+    ``token_dtypes``: token fields whose planned type does not hold most samples' values, and the type that does.
+    """
+
+    ratios: dict[str, float] = field(default_factory=dict)
+    rate: float = _USUAL_RATE
+    token_dtypes: dict[str, str] = field(default_factory=dict)
+    norm: NormProbe = field(default_factory=NormProbe)
+
+    def stored_bytes(self, fields: Sequence[Field], rows: int) -> int:
+        """What ``rows`` rows of the fields will take on disk."""
+        return int(sum(f.row_bytes * rows / self.ratios.get(f.name, _USUAL_RATIO) for f in fields))
+
+
+def measure(
+    samples: Sequence[SampleSource], fields: Sequence[Field], layout: RowLayout, hints: Hints, scratch: str | None
+) -> Probe:
+    """Open a few samples: try their tokens in the planned types, and read, check and encode a few chunks of each.
+
+    Ids are planned as int32 and masks as uint8; where most samples have larger ids or fractional masks, the dataset
+    keeps the source's type.  One sample that does not fit is left to the conversion, as is one that cannot be read.
+    """
+    work = _Measuring(fields, layout)
+    for sample in _spread(samples, _SAMPLES):
+        try:
+            with open_sample(sample, scratch=scratch, hints=hints) as opened:
+                work.look(opened)
+        except SourceError:
+            continue
+    return work.result()
+
+
+class _Measuring:
+    def __init__(self, fields: Sequence[Field], layout: RowLayout) -> None:
+        self._fields = fields
+        self._layout = layout
+        self._raw: Counter[str] = Counter()
+        self._stored: Counter[str] = Counter()
+        self._seconds = 0.0
+        self._votes: Counter[tuple[str, str]] = Counter()
+        self._opened = 0
+        self._norms: list[Bits] = []
+
+    def look(self, opened: OpenSample) -> None:
+        """Take in one sample."""
+        self._opened += 1
+        for spec in opened.sample.specs:
+            if spec.is_token_field and spec.dtype != spec.source_dtype and not _fits(opened, spec.name):
+                self._votes[spec.name, spec.source_dtype] += 1
+        for state in self._fields:
+            if state.is_token_field:
+                continue
+            self._encode_some(opened, state)
+            if state.name == "last_hidden_state" and not state.dtype.startswith("float8"):
+                self._norms.append(_row_norms(opened, state))
+
+    def result(self) -> Probe:
+        """What the samples said together."""
+        probe = Probe(token_dtypes={name: t for (name, t), count in self._votes.items() if 2 * count > self._opened})
+        for state in self._fields:
+            if self._stored[state.name]:
+                probe.ratios[state.name] = self._raw[state.name] / self._stored[state.name]
+            elif state.is_token_field:
+                probe.ratios[state.name] = _TOKEN_RATIO if state.codec == "lossless" else 1.0
+        if self._seconds > 0:
+            probe.rate = sum(self._raw.values()) / self._seconds
+        norms = np.concatenate(self._norms) if self._norms else np.empty(0)
+        norms = norms[np.isfinite(norms)]
+        if len(norms):
+            probe.norm = NormProbe(len(norms), float(norms.min()), float(np.median(norms)), float(norms.max()))
+        return probe
+
+    def _encode_some(self, opened: OpenSample, state: Field) -> None:
+        rows = self._layout.chunk_rows[state.name]
+        codec = Codec(state, rows)
+        encoder, check, buffer = codec.encoder(), StateCheck(state.dtype, state.type.bits), RowBuffer()
+        length = opened.sample.length
+        encoder.encode([np.zeros((0, state.width), state.type.bits)])  # the first call pays for fresh memory
+        began = time.perf_counter()
+        for start in range(0, min(length, _CHUNKS * rows), rows):
+            stop = min(start + rows, length)
+            parts = opened.rows(state.name, start, stop, buffer)
+            check(parts)
+            rows_digest(parts)
+            self._stored[state.name] += len(encoder.encode(parts))
+            self._raw[state.name] += (stop - start) * state.row_bytes
+        self._seconds += time.perf_counter() - began
+
+
+def _row_norms(opened: OpenSample, state: Field) -> Bits:
+    """RMS of the sample's first rows, float64 ``[rows]``."""
+    parts = opened.rows(state.name, 0, min(opened.sample.length, _NORM_ROWS))
+    values = as_numbers(np.concatenate(parts, axis=1), state.dtype).astype(np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        rms: Bits = np.sqrt((values * values).mean(axis=1))
+    return rms
+
+
+def _fits(opened: OpenSample, name: str) -> bool:
+    try:
+        opened.whole(name)
+    except SourceError:
+        return False
+    return True
+
+
+def _spread(samples: Sequence[SampleSource], count: int) -> Sequence[SampleSource]:
+    """A few samples, evenly spread."""
+    step = max(1, len(samples) // count)
+    return samples[::step][:count]
+
+
+def narrowed(fields: Sequence[Field], dtypes: Mapping[str, str]) -> tuple[Field, ...]:
+    """The fields with the dtypes that ``Probe.token_dtypes`` asks for."""
+    return tuple(replace(f, dtype=dtypes[f.name]) if f.name in dtypes else f for f in fields)

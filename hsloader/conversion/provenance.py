@@ -1,0 +1,80 @@
+"""Where states come from: what the user says, what a producer's own settings file says, and never a guess."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hsloader.conversion.settings import ConvertSettings
+from hsloader.formats.layouts import LAYOUTS
+from hsloader.store.fields import Field
+from hsloader.store.manifest import Provenance
+
+__all__ = ["LAYER_CONVENTIONS", "advice", "provenance_of"]
+
+# What an id j means, as the layer after which the state was taken (0-based; -1: the embeddings).
+LAYER_CONVENTIONS = {
+    "after": 0,  # the output of layer j: speculators 0.3/0.4, Model-Optimizer, DeepSpec, NeMo; SGLang's flag
+    "before": -1,  # the input of layer j: vLLM, speculators 0.5 and later
+    "hf": -1,  # hidden_states[j] of transformers: EAGLE, BaldEagle
+}
+
+
+def provenance_of(settings: ConvertSettings, fields: Sequence[Field], layouts: Sequence[str]) -> Provenance:
+    """The manifest's provenance; ``ValueError`` if the layer ids do not fit the states."""
+    by_name = {field.name: field for field in fields}
+    states = by_name.get("hidden_states") or by_name.get("last_hidden_state")
+    hidden = settings.hidden_size or (states.shape[-1] if states is not None and states.shape else None)
+    written = settings.layer_ids
+    after = None
+    if written is not None:
+        after = _after_layer(written, settings.layer_convention or "after", by_name.get("hidden_states"))
+    return Provenance(
+        producer=settings.producer,
+        model=settings.model,
+        hidden_size=hidden,
+        num_layers=settings.num_layers,
+        layer_ids=after,
+        layer_ids_as_written=written,
+        layer_convention=None if written is None else settings.layer_convention or "after",
+        norm_state=settings.norm_state or "unknown",
+        vocab_size=settings.vocab_size,
+        tokenizer=settings.tokenizer,
+        source_layout=", ".join(sorted(layouts)) or None,
+        notes=settings.notes,
+    )
+
+
+def advice(provenance: Provenance, layouts: Sequence[str], looks_like: str) -> list[str]:
+    """Lines for the plan about what the files cannot tell and nobody said."""
+    lines = []
+    if provenance.norm_state == "unknown":
+        usual = sorted({f"{x.producer}: {x.usual_norm_state}-norm" for x in LAYOUTS if x.name in layouts})
+        hints = [*(["what their producers usually write: " + ", ".join(usual)] if usual else [])]
+        if looks_like != "unknown":
+            hints.append(f"the values look {looks_like}-norm")
+        lines.append(
+            "norm state of the last state: unknown, and recorded as such; say norm_state='pre' or 'post' if you know it"
+            + (f" ({'; '.join(hints)})" if hints else "")
+        )
+    if provenance.layer_ids is None:
+        lines.append("layer ids: unknown; say layer_ids=... if you know them (0-based, after which layer)")
+    return lines
+
+
+def _after_layer(written: Sequence[int], convention: str, states: Field | None) -> tuple[int, ...]:
+    """The ids in the convention "after layer i, 0-based"; that of the last state may be named behind the others."""
+    if convention not in LAYER_CONVENTIONS:
+        raise ValueError(f"layer_convention is {convention!r}; expected one of {', '.join(LAYER_CONVENTIONS)}")
+    after = tuple(i + LAYER_CONVENTIONS[convention] for i in written)
+    if states is not None and len(states.shape) == 2:
+        layers = states.shape[0]
+        if len(after) == layers + 1:
+            after = after[:-1]
+        if len(after) != layers:
+            raise ValueError(
+                f"layer_ids names {len(written)} layers ({', '.join(map(str, written))}), the samples have {layers} "
+                "in hidden_states; name exactly those (the last state's may follow)"
+            )
+    if any(i < -1 for i in after):
+        raise ValueError(f"layer_ids {list(written)} has a number below the embeddings (convention {convention!r})")
+    return after

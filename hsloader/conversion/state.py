@@ -1,0 +1,204 @@
+"""Where a destination stands: its plans, what of them is listed, and how the sources compare with what was planned."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hsloader.conversion.journal import Journal, Settled
+from hsloader.conversion.plan import Plan, PlannedSegment, file_of
+from hsloader.conversion.planning import source_identity
+from hsloader.conversion.report import Quarantined
+from hsloader.conversion.settings import ConvertSettings
+from hsloader.errors import SettingsChangedError
+from hsloader.formats.discover import Discovery
+from hsloader.formats.source import Identity
+from hsloader.store.manifest import Manifest, SegmentEntry
+from hsloader.store.publish import Root
+from hsloader.store.stored_segment import Segment
+
+__all__ = ["State", "changed_settings", "new_files"]
+
+_REMEDY = (
+    "Run with the values of the journal, convert to another destination, or pass replan to keep every segment that is "
+    "listed and to plan the rest anew"
+)
+_SHOWN = 8
+
+
+@dataclass(slots=True)
+class State:
+    """A destination as a run finds it.
+
+    ``listed``: the manifest's entries by segment number.  ``settled``: what the journal says is done.
+    ``converted`` and ``quarantined``: what became of the samples of listed and empty segments.
+    """
+
+    plans: list[Plan] = field(default_factory=list)
+    manifest: Manifest | None = None
+    listed: dict[int, SegmentEntry] = field(default_factory=dict)
+    settled: dict[int, Settled] = field(default_factory=dict)
+    converted: set[str] = field(default_factory=set)
+    quarantined: dict[str, Quarantined] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, root: Root, journal: Journal) -> State:
+        """The state of the dataset at ``root``; empty if nothing is there."""
+        state = cls(plans=journal.plans(), settled=journal.settled())
+        state.manifest = root.manifest() if root.path.is_dir() else None
+        if state.manifest is not None:
+            state.listed = {entry.number: entry for entry in state.manifest.segments}
+        for plan in state.plans:
+            for segment in plan.segments:
+                if state.done(segment.number):
+                    state.count(segment, state.reasons(root, segment.number))
+            for item in plan.refused:
+                state.quarantined[item.name] = item
+        for name in state.converted & state.quarantined.keys():  # bad once, good since
+            del state.quarantined[name]
+        return state
+
+    def done(self, number: int) -> bool:
+        """Whether a planned segment needs no more work: it is listed, or none of its samples came out."""
+        settled = self.settled.get(number)
+        return number in self.listed or (settled is not None and settled.digest is None)
+
+    def proved(self, number: int) -> bool:
+        """Whether the listed segment was read back equal before it was listed."""
+        entry, settled = self.listed.get(number), self.settled.get(number)
+        return entry is not None and settled is not None and settled.read_back and settled.digest == entry.digest
+
+    def pending(self) -> list[tuple[Plan, PlannedSegment]]:
+        """The segments that are still to be made, in the order of the plans."""
+        return [(plan, s) for plan in self.plans for s in plan.segments if not self.done(s.number)]
+
+    def reasons(self, root: Root, number: int) -> list[Quarantined]:
+        """What a done segment left out, from its metadata or, if it is empty, from the journal."""
+        entry = self.listed.get(number)
+        if entry is None:
+            return list(self.settled[number].quarantined)
+        return quarantined_in(Segment(root.path, entry))
+
+    def count(self, segment: PlannedSegment, reasons: Iterable[Quarantined]) -> None:
+        """Take in what became of a done segment's samples."""
+        bad = {item.name: item for item in reasons}
+        self.quarantined.update(bad)
+        for sample in segment.samples:
+            if sample.name not in bad:
+                self.converted.add(sample.name)
+                self.quarantined.pop(sample.name, None)
+
+    def forget_pending(self) -> None:
+        """For ``replan``: only what is listed stays planned, and what was quarantined is looked at again."""
+        self.quarantined = {}
+        self.plans = [
+            replace(
+                plan,
+                segments=tuple(s for s in plan.segments if s.number in self.listed),
+                files={name: plan.files[name] for name in self._kept_files(plan)},
+                refused=(),
+            )
+            for plan in self.plans
+        ]
+
+    def _kept_files(self, plan: Plan) -> set[str]:
+        listed = (sample for s in plan.segments if s.number in self.listed for sample in s.samples)
+        return {file_of(sample) for sample in listed if sample.name in self.converted}
+
+
+def quarantined_in(segment: Segment) -> list[Quarantined]:
+    """What a segment's metadata says was left out."""
+    return [Quarantined(str(q.get("name", "")), str(q.get("reason", ""))) for q in segment.meta.quarantine]
+
+
+def changed_settings(plans: Sequence[Plan], source: str, settings: ConvertSettings) -> SettingsChangedError | None:
+    """The refusal of a rerun whose settings or source are not those of the journal, or None."""
+    wanted = settings.identity()
+    for plan in plans:
+        differences = [
+            f"  {name}: the journal has {_shown(plan.settings, name)}, this run has {_shown(wanted, name)}"
+            for name in sorted(plan.settings.keys() | wanted.keys())
+            if plan.settings.get(name) != wanted.get(name)
+        ]
+        if differences:
+            return SettingsChangedError(
+                "this destination was begun with other settings:\n" + "\n".join(differences) + f"\n{_REMEDY}"
+            )
+    if plans and not settings.append and all(plan.source != source for plan in plans):
+        return SettingsChangedError(
+            f"this destination was converted from another source: the journal has {plans[-1].source}, this run has "
+            f"{source}. Pass append to add a second source to the dataset, or convert to another destination"
+        )
+    return None
+
+
+def new_files(found: Discovery, state: State, source: str, keep_changed: bool) -> tuple[Discovery, list[str]]:
+    """The part of ``found`` that no plan knows, and the names of files that changed after they were converted.
+
+    ``SettingsChangedError`` if a planned source changed or is gone whose samples are not listed yet, or one changed
+    after it was converted (unless ``keep_changed``): with both identities and the remedy.
+    """
+    known: dict[str, Identity] = {}
+    pending: set[str] = set()
+    kept: set[str] = set()
+    for plan in state.plans:
+        if plan.source != source:
+            continue
+        known.update(plan.files)
+        for segment in plan.segments:
+            done = state.done(segment.number)
+            for sample in segment.samples:
+                if not done:
+                    pending.add(file_of(sample))
+                elif sample.name in state.converted:
+                    kept.add(file_of(sample))
+    fresh: set[str] = set()
+    changed: list[tuple[str, str]] = []
+    old: list[str] = []
+    paths = {f.name: f.path for f in (*found.files, *found.folders)}
+    paths.update({item.name: os.path.join(found.src, item.name) for item in found.bad})
+    for name, path in paths.items():
+        if name not in known:
+            fresh.add(name)
+            continue
+        now = source_identity(path)
+        if now == known[name]:
+            continue
+        if name in pending or (name in kept and not keep_changed):
+            changed.append((name, f"planned were {_identity(known[name])}, now it has {_identity(now)}"))
+        elif name in kept:
+            old.append(name)
+        else:
+            fresh.add(name)
+    changed += [(name, "it is planned, not converted yet, and gone") for name in sorted(pending - paths.keys())]
+    if changed:
+        raise _changed_sources(changed)
+    part = Discovery(
+        found.src,
+        files=[f for f in found.files if f.name in fresh],
+        folders=[f for f in found.folders if f.name in fresh],
+        sidecars=found.sidecars,
+        bad=[item for item in found.bad if item.name in fresh],
+    )
+    return part, old
+
+
+def _changed_sources(changed: Sequence[tuple[str, str]]) -> SettingsChangedError:
+    lines = [f"  {name}: {what}" for name, what in changed[:_SHOWN]]
+    if len(changed) > _SHOWN:
+        lines.append(f"  and {len(changed) - _SHOWN:,} more")
+    return SettingsChangedError(
+        f"{len(changed):,} source files are not as they were when they were planned:\n" + "\n".join(lines) + "\n"
+        "Put them back as they were, convert to another destination, or pass replan to keep every segment that is "
+        "listed (whatever happened to its sources since) and to plan the rest anew"
+    )
+
+
+def _identity(identity: Identity) -> str:
+    return f"{identity.size:,} bytes, mtime {identity.mtime_ns} ns, inode {identity.inode}"
+
+
+def _shown(values: Mapping[str, Any], name: str) -> str:
+    return repr(values[name]) if name in values else "no such setting"
