@@ -1,0 +1,1 @@
+"""What is happening: counters, log lines, stall reports, and the examination of any running process."""
