@@ -84,15 +84,15 @@ def _disagreement(samples: Sequence[SampleSource], groups: Counter[_Kind]) -> st
         examples.setdefault(_kind(sample), sample)
         layouts.setdefault(_kind(sample), set()).add(sample.layout)
     lines = [
-        f"  {count:,} ({100 * count / len(samples):.0f} %): {', '.join(sorted(layouts[kind]))}: {_text(kind)}; "
-        f"for example {examples[kind].name}"
+        f"  {count:,} ({100 * count / len(samples):.0f} %): {', '.join(sorted(layouts[kind]))} "
+        f"(norm state usually {kind[0]}): {_text(kind)}; for example {examples[kind].name}"
         for kind, count in groups.most_common(_SHOWN)
     ]
     if len(groups) > _SHOWN:
         lines.append(f"  and {len(groups) - _SHOWN} more kinds")
     return (
-        f"the {len(samples):,} samples are not of one kind; expected at least {LEAST_SHARE:.0%} to agree in layout, "
-        "dtypes and shapes, found\n" + "\n".join(lines) + "\nConvert each kind from a folder of its own"
+        f"the {len(samples):,} samples are of different kinds; expected at least {LEAST_SHARE:.0%} to agree in norm "
+        "state, dtypes and shapes, found\n" + "\n".join(lines) + "\nConvert each kind from a folder of its own"
     )
 
 

@@ -77,7 +77,10 @@ def make_plan(
     typical = settings.typical_length or 1
     if samples:
         _demand_new_names(described, present_names)
-        agreed = agree(samples, present_fields)
+        try:
+            agreed = agree(samples, present_fields)
+        except ConversionError as error:
+            raise ConversionError("\n".join([str(error), *_bad_lines(bad)])) from None
         samples, refused = agreed.samples, [*bad, *agreed.refused]
         fields = _fields(fields_of(samples, settings.codec), present_fields)
         typical = settings.typical_length or max(1, int(statistics.median(s.length for s in samples)))
@@ -105,12 +108,7 @@ def make_plan(
 
 def nothing_to_convert(src: str, bad: Sequence[Quarantined], sidecars: Sequence[Skipped]) -> ConversionError:
     """The refusal of a source without a sample, with what was looked at instead."""
-    lines = [f"{src}: no samples found, so nothing was written"]
-    if bad:
-        lines.append(f"looked like samples and cannot be taken ({len(bad):,}):")
-        lines += [f"  {item.name}: {item.reason}" for item in bad[:_SHOWN]]
-        if len(bad) > _SHOWN:
-            lines.append(f"  and {len(bad) - _SHOWN:,} more")
+    lines = [f"{src}: no samples found, so nothing was written", *_bad_lines(bad)]
     if sidecars:
         lines.append(f"set aside ({len(sidecars):,}):")
         lines += [f"  {item.name}: {item.reason}" for item in sidecars[:_SHOWN]]
@@ -119,6 +117,14 @@ def nothing_to_convert(src: str, bad: Sequence[Quarantined], sidecars: Sequence[
     if not bad and not sidecars:
         lines.append("the folder is empty; give the folder that the producer wrote its samples to")
     return ConversionError("\n".join(lines))
+
+
+def _bad_lines(bad: Sequence[Quarantined]) -> list[str]:
+    if not bad:
+        return []
+    lines = [f"looked like samples and cannot be taken ({len(bad):,}):"]
+    lines += [f"  {item.name}: {item.reason}" for item in bad[:_SHOWN]]
+    return [*lines, f"  and {len(bad) - _SHOWN:,} more"] if len(bad) > _SHOWN else lines
 
 
 def source_identity(path: str) -> Identity:
