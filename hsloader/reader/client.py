@@ -329,6 +329,7 @@ class FeederClient:
         told = {"dataset": settings.path, "fields": self.fields, "mode": settings.mode, "reason": self.mode_reason}
         self._state.ring.write_info({**self._info, **told, "owner": os.getpid()})
         self.counters[TrainerCounter.STARTED_AT] = time.monotonic_ns()
+        self.counters[TrainerCounter.GENERATION] = max(1, int(self.counters[TrainerCounter.GENERATION]))
 
     def _new_slots(self) -> None:
         ring = self._state.ring
@@ -371,10 +372,10 @@ class FeederClient:
             if slot is not None:
                 slot.holds.discard(number)
 
-    def _ask(self, slot: Slot) -> None:
+    def _ask(self, slot: Slot, generation: int | None = None) -> None:
         """Write the slot's request into the ring, under a new serial."""
         self._serial += 1
-        slot.write(self._serial, int(self.counters[TrainerCounter.GENERATION]))
+        slot.write(self._serial, int(self.counters[TrainerCounter.GENERATION]) if generation is None else generation)
 
     def _result(self, key: int) -> Filled | None:
         slot = self._keys[key]
@@ -401,31 +402,33 @@ class FeederClient:
         host = self._state.host
         assert host is not None
         self._ring_bell()  # a submit() may have been interrupted before it rang
-        fds = [host.channel.fileno()] if host.death_fd is None else [host.channel.fileno(), host.death_fd]
-        if -1 not in fds:
-            wait_readable(fds, _TICK if timeout is None else min(timeout, _TICK))
+        fds = [fd for fd in (host.channel.fileno(), host.death_fd) if fd is not None and fd >= 0]
+        wait_readable(fds, _TICK if timeout is None else min(timeout, _TICK))
         self._recover_if_dead()
 
     def _recover_if_dead(self) -> None:
         host = self._state.host
         if host is None:
             return
-        if host.alive():
-            if not host.stuck():
-                return
-            ring = self._state.ring
-            words = f"{host.epitaph()}: a thread of it hangs in the kernel; the ring is replaced"
-            self._replace_ring()
-        else:
-            ring, words = self._state.ring, host.epitaph()
-        words += file_in_hand(ring)
+        stuck = host.stuck()
+        if host.alive() and not stuck:
+            return
+        words = host.epitaph() + file_in_hand(self._state.ring)
         host.close()
         self.counters[TrainerCounter.FEEDER_PID] = 0
         asked = [slot for slot in self._slots if not slot.acknowledged()]
+        forgotten = [slot for slot in asked if self._keys.get(slot.key) is not slot]
+        asked = [slot for slot in asked if slot not in forgotten]
         for slot in asked:
             slot.attempts += 1
         if any(slot.attempts > self.options.restarts for slot in asked):
             raise FeederError(f"the feeder died {self.options.restarts + 1} times over the same batch; now {words}")
+        if stuck:
+            words += "; a thread of it hangs in the kernel, so the ring is replaced"
+            asked = self._replace_ring(asked)
+        else:
+            for slot in forgotten:
+                self._ask(slot, generation=0)  # the next feeder hands it back unread
         for slot in asked:
             self._ask(slot)
         _log.warning("%s; it is started again and asked again for %d batches", words, len(asked))
@@ -433,19 +436,22 @@ class FeederClient:
         self._state.host = None
         self.start()
 
-    def _replace_ring(self) -> None:
-        """Move to a new ring: threads of the dead feeder may still write into the old one, which views keep alive."""
-        old, asked = self._state.ring, [slot for slot in self._slots if not slot.acknowledged()]
+    def _replace_ring(self, asked: Sequence[Slot]) -> list[Slot]:
+        """Move what is ``asked`` to a new ring; what is filled stays in the old one, which its views keep alive.
+
+        Threads of the dead feeder may still write into the old ring.
+        """
         ring = Ring.create(self._shape)
-        ring.trainer[:] = old.trainer
+        ring.trainer[:] = self._state.ring.trainer
         self._state.ring = ring
         self._new_slots()
         self._say_what_it_is()
+        moved = []
         for slot, new in zip(asked, self._slots, strict=False):
             new.take_over(slot)
-            if self._keys.get(slot.key) is slot:
-                self._keys[slot.key] = new
-        old.close()
+            self._keys[slot.key] = new
+            moved.append(new)
+        return moved
 
 
 def _possible(options: ReadOptions) -> ReadOptions:

@@ -7,6 +7,7 @@ import os
 import select
 import socket
 import threading
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Protocol
@@ -17,9 +18,12 @@ from hsloader.reader.ring import Ring
 
 __all__ = ["Host", "ProcessHost", "ThreadHost"]
 
+ENTRY = "hsloader.reader.feeder:main"
+
 # numpy's OpenBLAS would start a thread a core in a process that never multiplies.
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONWARNINGS": ""}
 
+_STUCK = 1.0  # seconds after which a process that ended but is not gone counts as stuck
 _GRACE = 0.5  # seconds that a feeder has to leave by itself; a stopped one never does
 
 
@@ -52,9 +56,7 @@ class ProcessHost:
         with contextlib.suppress(OSError):
             stderr = fds["stderr"] = os.dup(2)  # 2 itself is the child's log
         try:
-            self._child = launch(
-                "hsloader.reader.feeder:main", args=asdict(settings), fds=fds, name="feeder", environment=_ENVIRONMENT
-            )
+            self._child = launch(ENTRY, args=asdict(settings), fds=fds, name="feeder", environment=_ENVIRONMENT)
         finally:
             if stderr >= 0:
                 os.close(stderr)
@@ -63,6 +65,7 @@ class ProcessHost:
         self.death_fd = self._child.pidfd
         self.pid = self._child.pid
         self._words = ""
+        self._zombie_since = 0.0
 
     def alive(self) -> bool:
         """See ``Host``."""
@@ -70,8 +73,13 @@ class ProcessHost:
 
     def stuck(self) -> bool:
         """See ``Host``."""
-        # A process that has just ended is a zombie too, until it is asked for: only what stays one is stuck.
-        return self.alive() and _state(self.pid) == "Z" and self.alive()
+        if not self.alive() or _state(self.pid) != "Z":
+            self._zombie_since = 0.0
+            return False
+        # An ending process is a zombie until its last thread is gone and it is asked for: only what stays one is stuck.
+        now = time.monotonic()
+        self._zombie_since = self._zombie_since or now
+        return now - self._zombie_since > _STUCK
 
     def epitaph(self) -> str:
         """See ``Host``."""
