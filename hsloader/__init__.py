@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 
 # Where each public name lives. The key set is the public surface; a test pins it.
 _HOMES = {
+    "ReadOptions": "hsloader.reader.options",
     "Writer": "hsloader.store.writer",
     "convert": "hsloader.conversion.api",
     "export": "hsloader.conversion.export",
@@ -45,6 +46,7 @@ __all__ = [
     "HsloaderError",
     "IncompatibleError",
     "LoaderError",
+    "ReadOptions",
     "SettingsChangedError",
     "SourceError",
     "StateError",
@@ -74,6 +76,7 @@ if TYPE_CHECKING:
         StateError,
         StoreBusyError,
     )
+    from hsloader.reader.options import ReadOptions
     from hsloader.store.dataset import open_dataset
     from hsloader.store.verification import verify
     from hsloader.store.writer import Writer

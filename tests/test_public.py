@@ -22,6 +22,7 @@ PUBLIC = [
     "HsloaderError",
     "IncompatibleError",
     "LoaderError",
+    "ReadOptions",
     "SettingsChangedError",
     "SourceError",
     "StateError",
