@@ -36,8 +36,11 @@ def write_new(path: Path, data: bytes | memoryview) -> None:
 
 
 def replace_file(path: Path, data: bytes, *, scratch: Path) -> None:
-    """Put ``data`` at ``path`` atomically and durably, by way of a file in the directory ``scratch``."""
-    temporary = scratch / f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}"
+    """Put ``data`` at ``path`` atomically and durably, by way of a file ``*.swap`` in the directory ``scratch``.
+
+    In a dataset's own scratch only under the dataset's lock: whoever holds it may delete such files.
+    """
+    temporary = scratch / f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}.swap"
     try:
         write_new(temporary, data)
         temporary.replace(path)

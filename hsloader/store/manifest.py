@@ -199,7 +199,7 @@ class Manifest:
         if len(paths) != len(segments):
             raise DamageError(f"{path}: segments: a segment is listed twice")
         manifest = cls(
-            fields=_fields_from(node.nodes("fields")),
+            fields=_fields_from(node),
             provenance=_provenance_from(node.node("provenance")),
             segments=segments,
             packed=_packed_from(node, segments),
@@ -281,12 +281,13 @@ def _check_version(node: Node) -> None:
         )
 
 
-def _fields_from(nodes: Sequence[Node]) -> tuple[Field, ...]:
+def _fields_from(node: Node) -> tuple[Field, ...]:
+    nodes = node.nodes("fields")
     if not 1 <= len(nodes) <= _FIELDS_LIMIT:
-        raise DamageError(f"{nodes[0].path if nodes else 'the manifest'}: fields: expected 1 to {_FIELDS_LIMIT} fields")
-    fields = tuple(field_from(node) for node in nodes)
+        raise node.fail("fields", f"1 to {_FIELDS_LIMIT} fields", len(nodes))
+    fields = tuple(field_from(each) for each in nodes)
     if len({field.name for field in fields}) != len(fields):
-        raise DamageError(f"{nodes[0].path}: fields: a field is listed twice")
+        raise DamageError(f"{node.path}: fields: a field is listed twice")
     return fields
 
 

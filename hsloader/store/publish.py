@@ -299,7 +299,7 @@ class Root:
             kept = {n for first, count in self._numbers().held for n in range(first, first + count)}
             for owner in sorted(self.scratch.glob("*.owner")):
                 removed += self._clean_owner(owner, listed | kept, older_than)
-            for left in sorted(self.scratch.glob(f"{MANIFEST_NAME}.*")):
+            for left in sorted(self.scratch.glob("*.swap")):
                 left.unlink()
                 removed.append(left)
             for left in sorted((*self.scratch.glob("packed-*"), *self.scratch.glob("gone-*"))):
@@ -315,7 +315,8 @@ class Root:
             if not try_flock(fd, owner):
                 return []
             lines = os.pread(fd, _SMALL, 0)
-            note = parse_json(lines, owner).value if lines.strip() else {}
+            # Killed before its first note: it has made nothing else yet, so there is nothing to lose.
+            note = parse_json(lines, owner).value if lines.strip() else {"host": socket.gethostname()}
             here = note.get("host") == socket.gethostname()
             old = older_than is not None and time.time() - os.fstat(fd).st_mtime > older_than
             if not here and not old:

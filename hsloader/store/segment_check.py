@@ -65,7 +65,7 @@ class SegmentCheck:
         try:
             meta = segment.meta
         except (DamageError, IncompatibleError) as error:
-            self._add("segment", segment.path, error, samples=(f"all {segment.entry.samples} samples",))
+            self._add("segment", segment.path / "zarr.json", error, samples=(f"all {segment.entry.samples} samples",))
             return
         try:
             self.table = segment.table()
@@ -75,7 +75,7 @@ class SegmentCheck:
             try:
                 self._arrays.append(segment.array(field.name))
             except DamageError as error:
-                self._add("array", segment.path / field.name, error)
+                self._add("array", segment.path / field.name / "zarr.json", error)
         self._check_texts()
         self._check_files()
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from hsloader.store.fields import Field
 from hsloader.store.layout import RowLayout
+from hsloader.store.samples import mask_counts
 from hsloader.store.segment import SegmentWriter
 from hsloader.store.writer import Writer
 
@@ -47,14 +48,18 @@ def write_dataset(path: Path, samples: list[Sample], **options: Any) -> None:
             writer.append(name=f"s{i}", extras={"number": i}, **sample)
 
 
-def fill_segment(writer: SegmentWriter, samples: list[Sample], fields: tuple[Field, ...] = FIELDS) -> None:
-    """Append samples named s0, s1, ... to a segment."""
+def fill_segment(
+    writer: SegmentWriter, samples: list[Sample], fields: tuple[Field, ...] = FIELDS, *, prefix: str = "s"
+) -> None:
+    """Append samples named s0, s1, ... (or with another ``prefix``) to a segment."""
     encoders = {field.name: writer.codec(field.name).encoder() for field in fields if not field.is_token_field}
     for i, sample in enumerate(samples):
         length = len(sample[fields[0].name])
-        writer.begin(f"s{i}", length)
+        writer.begin(f"{prefix}{i}", length)
         append_frames(writer, sample, encoders)
-        writer.commit({field.name: sample[field.name] for field in fields if field.is_token_field})
+        tokens = {field.name: sample[field.name] for field in fields if field.is_token_field}
+        loss_tokens, first = mask_counts(sample["loss_mask"], "uint8") if "loss_mask" in sample else (-1, -1)
+        writer.commit(tokens, loss_tokens=loss_tokens, first_supervised=first)
 
 
 def append_frames(writer: SegmentWriter, sample: Sample, encoders: dict[str, Any]) -> None:

@@ -108,7 +108,7 @@ def test_a_sample_with_missing_frames_or_tokens_is_not_committed(tmp_path: Path)
     with SegmentWriter(tmp_path / "s", FIELDS, tiny_layout()) as writer:
         encoders = {name: writer.codec(name).encoder() for name in STATES}
         writer.begin("x", 40)
-        with pytest.raises(ValueError, match="expected 3 frames for 40 tokens .16 rows a chunk., found 0"):
+        with pytest.raises(ValueError, match=r"expected 3 frames for 40 tokens .16 rows a chunk., found 0"):
             writer.commit(tokens)
         append_frames(writer, sample, encoders)
         with pytest.raises(ValueError, match="expected the token fields"):
@@ -128,7 +128,10 @@ def test_an_unsealed_segment_leaves_no_shards(tmp_path: Path) -> None:
 
 
 def test_an_empty_segment_is_not_sealed(tmp_path: Path) -> None:
-    with SegmentWriter(tmp_path / "s", FIELDS, tiny_layout()) as writer, pytest.raises(ValueError, match="at least one"):
+    with (
+        SegmentWriter(tmp_path / "s", FIELDS, tiny_layout()) as writer,
+        pytest.raises(ValueError, match="at least one"),
+    ):
         writer.seal()
 
 
