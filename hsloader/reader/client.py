@@ -393,6 +393,7 @@ class FeederClient:
         if not slot.received:
             slot.received = True
             self.counters[TrainerCounter.RECEIVED] += 1
+            self.counters[TrainerCounter.LAST_SERIAL] = slot.serial
             self.counters[TrainerCounter.BAD_SAMPLES] += len({entry.sample for entry in bad})
         return slot.filled(self._described, bad, completion)
 

@@ -1,19 +1,7 @@
-"""The ring: one memory file that the trainer and its feeder share.
-
-::
-
-    page 0          the shape (what is where), written once
-    counters        trainer, feeder, one row a feeder thread (with the path it works on)
-    info            two JSON texts about the loader: the trainer's, the feeder's
-    requests        one record a slot, written by the trainer only
-    completions     one record a slot, written by the feeder only
-    areas           one a slot: the request's pieces, later the feeder's list of bad samples
-    slots           one a batch: page-aligned, one contiguous span a field
-    (tail)          areas of batches with more pieces than was foreseen
+"""The ring: one memory file that the trainer and its feeder share; ``hsloader.monitor.header`` draws its layout.
 
 Records carry their own crc32c and are read only after a system call (poll or recv), so that a half-written one is
 never taken for a record; areas are read and written with pread and pwrite, so the file may grow under a mapping.
-The file has no name in any directory; others of the same user find ``/memfd:hsloader-ring`` among ``/proc/PID/fd``.
 """
 
 from __future__ import annotations
@@ -32,26 +20,28 @@ import numpy as np
 import numpy.typing as npt
 from crc32c import crc32c
 
-from hsloader.reader.counters import FeederCounter, ThreadCounter, TrainerCounter
+from hsloader.monitor.counters import FeederCounter, ThreadCounter, TrainerCounter
+from hsloader.monitor.header import (
+    CHECK,
+    COMPLETION,
+    FILLED,
+    INFO,
+    MAGIC,
+    MEMFD_NAME,
+    PAGE,
+    RECORD,
+    REQUEST,
+    ROW,
+    ROW_COUNTERS,
+    SHAPE,
+    VERSION,
+    RingShape,
+    read_shape,
+    unpack_info,
+    unpack_record,
+)
 
 __all__ = ["MEMFD_NAME", "Completion", "Request", "Ring", "RingShape", "Status"]
-
-MEMFD_NAME = "hsloader-ring"
-MAGIC = b"HSLRING\0"
-VERSION = 1
-
-_PAGE = mmap.PAGESIZE
-_HUGE = 2 << 20
-_LARGE = 64 << 20  # from here on rounding a slot to huge pages costs little
-_COUNTERS = 64  # int64 places of the trainer and of the feeder
-_ROW = 512  # bytes of a thread's row: 32 counters, then the path it works on
-_ROW_COUNTERS = 32
-_INFO = 8192
-_RECORD = 128
-_SHAPE = struct.Struct("<8sIIIIQQQ")
-_REQUEST = struct.Struct("<QqQQQQI")  # serial, key, generation, area offset, area bytes, blob bytes, blob crc
-_COMPLETION = struct.Struct("<QQQQQQQI")  # serial, status, bad, blob bytes, started, finished, decoded bytes, blob crc
-_CHECK = struct.Struct("<I")
 
 Bytes = npt.NDArray[np.uint8]
 Counters = npt.NDArray[np.int64]
@@ -60,7 +50,7 @@ Counters = npt.NDArray[np.int64]
 class Status:
     """How a request ended: its slot is filled, or it was cancelled, or the feeder itself failed (a text says how)."""
 
-    FILLED = 1
+    FILLED = FILLED
     CANCELLED = 2
     FAILED = 3
 
@@ -92,67 +82,6 @@ class Completion:
     blob_crc: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RingShape:
-    """Sizes that fix where everything lies: slots of ``slot_bytes``, areas of ``area_bytes``, rows for threads."""
-
-    slots: int
-    slot_bytes: int
-    area_bytes: int
-    threads: int
-
-    def __post_init__(self) -> None:
-        if self.slots < 1 or self.slot_bytes < _PAGE or self.slot_bytes % _PAGE or self.area_bytes % 64:
-            raise ValueError(f"a ring cannot have this shape: {self}")
-
-    @staticmethod
-    def round_slot(size: int) -> int:
-        """``size`` rounded up to what a slot may have: whole pages, whole huge pages from 64 MiB on."""
-        unit = _HUGE if size >= _LARGE else _PAGE
-        return max(unit, -(-size // unit) * unit)
-
-    @property
-    def feeder_at(self) -> int:
-        """Offset of the feeder's counters; the trainer's lie before them."""
-        return _PAGE + _COUNTERS * 8
-
-    @property
-    def threads_at(self) -> int:
-        """Offset of the threads' rows."""
-        return self.feeder_at + _COUNTERS * 8
-
-    @property
-    def info_at(self) -> int:
-        """Offset of the trainer's info; the feeder's follows."""
-        return self.threads_at + self.threads * _ROW
-
-    @property
-    def requests_at(self) -> int:
-        """Offset of the requests."""
-        return self.info_at + 2 * _INFO
-
-    @property
-    def completions_at(self) -> int:
-        """Offset of the completions."""
-        return self.requests_at + self.slots * _RECORD
-
-    @property
-    def areas_at(self) -> int:
-        """Offset of the areas; what lies before is the header that both sides map."""
-        return -(-(self.completions_at + self.slots * _RECORD) // _PAGE) * _PAGE
-
-    @property
-    def slots_at(self) -> int:
-        """Offset of the first slot."""
-        unit = _HUGE if self.slot_bytes >= _LARGE else _PAGE
-        return -(-(self.areas_at + self.slots * self.area_bytes) // unit) * unit
-
-    @property
-    def file_bytes(self) -> int:
-        """Bytes of the file without its tail."""
-        return self.slots_at + self.slots * self.slot_bytes
-
-
 class Ring:
     """A mapped ring. The memory lives until the ring and every view of its slots are gone."""
 
@@ -163,11 +92,11 @@ class Ring:
         access = mmap.ACCESS_DEFAULT if writable else mmap.ACCESS_READ
         self._header = mmap.mmap(fd, shape.areas_at, access=access)
         header = np.frombuffer(self._header, np.uint8)
-        self.trainer: Counters = header[_PAGE : shape.feeder_at].view(np.int64)
+        self.trainer: Counters = header[PAGE : shape.feeder_at].view(np.int64)
         self.feeder: Counters = header[shape.feeder_at : shape.threads_at].view(np.int64)
-        rows = header[shape.threads_at : shape.info_at].reshape(shape.threads, _ROW)
-        self.threads: Counters = rows[:, : _ROW_COUNTERS * 8].view(np.int64)
-        self._paths: Bytes = rows[:, _ROW_COUNTERS * 8 :]
+        rows = header[shape.threads_at : shape.info_at].reshape(shape.threads, ROW)
+        self.threads: Counters = rows[:, : ROW_COUNTERS * 8].view(np.int64)
+        self._paths: Bytes = rows[:, ROW_COUNTERS * 8 :]
         self._slots = slots
         self._memory: Bytes | None = None
         self._tail = shape.file_bytes
@@ -185,7 +114,7 @@ class Ring:
         try:
             os.ftruncate(fd, shape.file_bytes)
             values = (shape.slots, shape.threads, 0, shape.slot_bytes, shape.area_bytes, shape.file_bytes)
-            os.pwrite(fd, _SHAPE.pack(MAGIC, VERSION, *values), 0)
+            os.pwrite(fd, SHAPE.pack(MAGIC, VERSION, *values), 0)
         except BaseException:
             os.close(fd)
             raise
@@ -197,15 +126,7 @@ class Ring:
 
         A monitor opens it read-only; the slots of such a ring cannot be mapped.
         """
-        data = os.pread(fd, _SHAPE.size, 0)
-        if len(data) < _SHAPE.size:
-            raise ValueError(f"descriptor {fd} is no ring: it holds {len(data)} bytes")
-        magic, version, slots, threads, _, slot_bytes, area_bytes, file_bytes = _SHAPE.unpack(data)
-        if magic != MAGIC or version != VERSION:
-            raise ValueError(f"descriptor {fd} is no ring of version {VERSION}: {magic!r}, version {version}")
-        shape = RingShape(slots=slots, slot_bytes=slot_bytes, area_bytes=area_bytes, threads=threads)
-        if shape.file_bytes != file_bytes or os.fstat(fd).st_size < file_bytes:
-            raise ValueError(f"the ring at descriptor {fd} contradicts itself: {shape}, {file_bytes} bytes")
+        shape = read_shape(fd)
         return cls(fd, shape, writable=writable)
 
     def close(self) -> None:
@@ -233,15 +154,15 @@ class Ring:
         elif len(blob) <= self.shape.area_bytes:
             offset, size = self.shape.areas_at + slot * self.shape.area_bytes, self.shape.area_bytes
         else:
-            size = -(-len(blob) * 3 // 2 // _PAGE) * _PAGE
+            size = -(-len(blob) * 3 // 2 // PAGE) * PAGE
             offset, self._tail = self._tail, self._tail + size
         self._pwrite(blob, offset)
-        record = _REQUEST.pack(serial, key, generation, offset, size, len(blob), crc32c(blob))
-        self._write_record(self.shape.requests_at + slot * _RECORD, record)
+        record = REQUEST.pack(serial, key, generation, offset, size, len(blob), crc32c(blob))
+        self._write_record(self.shape.requests_at + slot * RECORD, record)
 
     def request(self, slot: int) -> Request | None:
         """The slot's request, or None: nothing was asked yet, or the record is being written."""
-        values = self._read_record(self.shape.requests_at + slot * _RECORD, _REQUEST)
+        values = self._read_record(self.shape.requests_at + slot * RECORD, REQUEST)
         return Request(*values) if values else None
 
     def request_blob(self, request: Request) -> bytes | None:
@@ -258,12 +179,12 @@ class Ring:
         blob = blob[: request.area_bytes]
         if blob:
             self._pwrite(blob, request.area_offset)
-        record = _COMPLETION.pack(request.serial, status, bad, len(blob), *times, decoded, crc32c(blob))
-        self._write_record(self.shape.completions_at + slot * _RECORD, record)
+        record = COMPLETION.pack(request.serial, status, bad, len(blob), *times, decoded, crc32c(blob))
+        self._write_record(self.shape.completions_at + slot * RECORD, record)
 
     def completion(self, slot: int) -> Completion | None:
         """The slot's completion, or None: there is none yet, or it is being written."""
-        values = self._read_record(self.shape.completions_at + slot * _RECORD, _COMPLETION)
+        values = self._read_record(self.shape.completions_at + slot * RECORD, COMPLETION)
         return Completion(*values) if values else None
 
     def completion_blob(self, request: Request, completion: Completion) -> bytes:
@@ -275,20 +196,15 @@ class Ring:
     def write_info(self, info: Mapping[str, Any], *, feeder: bool = False) -> None:
         """Store a JSON object of at most 8 KB about the loader (the trainer's) or the feeder."""
         text = json.dumps(info, default=str).encode()
-        if len(text) > _INFO - 8:
+        if len(text) > INFO - 8:
             text = json.dumps({"error": f"info of {len(text)} bytes left out"}).encode()
-        at = self.shape.info_at + feeder * _INFO
+        at = self.shape.info_at + feeder * INFO
         self._header[at : at + 8 + len(text)] = struct.pack("<II", len(text), crc32c(text)) + text
 
     def info(self, *, feeder: bool = False) -> dict[str, Any]:
         """The trainer's or the feeder's info; empty while it is being written."""
-        at = self.shape.info_at + feeder * _INFO
-        length, crc = struct.unpack("<II", self._header[at : at + 8])
-        text = self._header[at + 8 : at + 8 + min(length, _INFO - 8)]
-        if not length or crc32c(text) != crc:
-            return {}
-        info: dict[str, Any] = json.loads(text)
-        return info
+        at = self.shape.info_at + feeder * INFO
+        return unpack_info(self._header[at : at + INFO])
 
     def write_path(self, thread: int, path: bytes) -> None:
         """Name the file that a feeder thread works on, relative to the dataset (its last 255 bytes are kept)."""
@@ -310,15 +226,10 @@ class Ring:
         return found
 
     def _write_record(self, at: int, record: bytes) -> None:
-        self._header[at : at + len(record) + 4] = record + _CHECK.pack(crc32c(record))
+        self._header[at : at + len(record) + 4] = record + CHECK.pack(crc32c(record))
 
     def _read_record(self, at: int, layout: struct.Struct) -> tuple[Any, ...] | None:
-        data = self._header[at : at + layout.size + 4]
-        record = data[: layout.size]
-        if crc32c(record) != _CHECK.unpack_from(data, layout.size)[0]:
-            return None
-        values = layout.unpack(record)
-        return values if values[0] else None
+        return unpack_record(self._header[at : at + layout.size + 4], layout)
 
     def _pwrite(self, data: bytes | memoryview, offset: int) -> None:
         view = memoryview(data).cast("B")
