@@ -12,7 +12,7 @@ from hsloader.formats.layouts import LAYOUTS
 from hsloader.formats.source import SampleSource
 from hsloader.store.fields import Field
 
-__all__ = ["LEAST_SHARE", "Agreement", "agree", "field_text", "fields_of"]
+__all__ = ["LEAST_SHARE", "Agreement", "Kind", "agree", "field_text", "fields_of", "kind_text", "kinds_of"]
 
 LEAST_SHARE = 0.9
 
@@ -21,7 +21,7 @@ _USUAL_NORM = {layout.name: layout.usual_norm_state for layout in LAYOUTS}
 _SHOWN = 6
 
 # The norm state that this producer usually writes, and for each field its name, dtype and per-token shape.
-_Kind = tuple[str, tuple[tuple[str, str, tuple[int, ...]], ...]]
+Kind = tuple[str, tuple[tuple[str, str, tuple[int, ...]], ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +38,18 @@ def agree(samples: Sequence[SampleSource], fields: Sequence[Field] | None = None
     Raises ``ConversionError`` with the groups if fewer than 90 % agree, ``IncompatibleError`` if what they agree on
     is not what the dataset has.
     """
-    groups = Counter(_kind(sample) for sample in samples)
+    groups = kinds_of(samples)
     (kind, count), *_ = groups.most_common(1)
     if count < LEAST_SHARE * len(samples):
         raise ConversionError(_disagreement(samples, groups))
     if fields is not None:
         _demand_same_fields(kind, fields)
     refused = [
-        Quarantined(sample.name, _difference(_kind(sample), kind, count / len(samples)))
+        Quarantined(sample.name, _difference(kind_of(sample), kind, count / len(samples)))
         for sample in samples
-        if _kind(sample) != kind
+        if kind_of(sample) != kind
     ]
-    return Agreement(tuple(sample for sample in samples if _kind(sample) == kind), tuple(refused))
+    return Agreement(tuple(sample for sample in samples if kind_of(sample) == kind), tuple(refused))
 
 
 def fields_of(samples: Sequence[SampleSource], codec: str) -> tuple[Field, ...]:
@@ -72,20 +72,26 @@ def fields_of(samples: Sequence[SampleSource], codec: str) -> tuple[Field, ...]:
     )
 
 
-def _kind(sample: SampleSource) -> _Kind:
+def kinds_of(samples: Sequence[SampleSource]) -> Counter[Kind]:
+    """The kinds of samples there are, with their numbers."""
+    return Counter(kind_of(sample) for sample in samples)
+
+
+def kind_of(sample: SampleSource) -> Kind:
+    """What must agree about a sample."""
     fields = tuple(sorted((spec.name, spec.dtype, spec.shape) for spec in sample.specs))
     return _USUAL_NORM.get(sample.layout, "unknown"), fields
 
 
-def _disagreement(samples: Sequence[SampleSource], groups: Counter[_Kind]) -> str:
-    examples: dict[_Kind, SampleSource] = {}
-    layouts: dict[_Kind, set[str]] = {}
+def _disagreement(samples: Sequence[SampleSource], groups: Counter[Kind]) -> str:
+    examples: dict[Kind, SampleSource] = {}
+    layouts: dict[Kind, set[str]] = {}
     for sample in samples:
-        examples.setdefault(_kind(sample), sample)
-        layouts.setdefault(_kind(sample), set()).add(sample.layout)
+        examples.setdefault(kind_of(sample), sample)
+        layouts.setdefault(kind_of(sample), set()).add(sample.layout)
     lines = [
         f"  {count:,} ({100 * count / len(samples):.0f} %): {', '.join(sorted(layouts[kind]))} "
-        f"(norm state usually {kind[0]}): {_text(kind)}; for example {examples[kind].name}"
+        f"(norm state usually {kind[0]}): {kind_text(kind)}; for example {examples[kind].name}"
         for kind, count in groups.most_common(_SHOWN)
     ]
     if len(groups) > _SHOWN:
@@ -96,7 +102,7 @@ def _disagreement(samples: Sequence[SampleSource], groups: Counter[_Kind]) -> st
     )
 
 
-def _difference(kind: _Kind, usual: _Kind, share: float) -> str:
+def _difference(kind: Kind, usual: Kind, share: float) -> str:
     found = {name: (dtype, shape) for name, dtype, shape in kind[1]}
     expected = {name: (dtype, shape) for name, dtype, shape in usual[1]}
     parts = [
@@ -110,7 +116,7 @@ def _difference(kind: _Kind, usual: _Kind, share: float) -> str:
     return "not as the rest: " + "; ".join(parts)
 
 
-def _demand_same_fields(kind: _Kind, fields: Sequence[Field]) -> None:
+def _demand_same_fields(kind: Kind, fields: Sequence[Field]) -> None:
     there = {field.name: (field.dtype, field.shape) for field in fields}
     here = {name: (dtype, shape) for name, dtype, shape in kind[1]}
     states_differ = any(
@@ -130,7 +136,8 @@ def _is_narrowed(name: str) -> bool:
     return name in ("input_ids", "loss_mask")
 
 
-def _text(kind: _Kind) -> str:
+def kind_text(kind: Kind) -> str:
+    """The fields of a kind for a person."""
     return _fields_text({name: (dtype, shape) for name, dtype, shape in kind[1]})
 
 

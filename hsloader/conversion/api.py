@@ -18,8 +18,9 @@ from hsloader.conversion.probe import Probe, measure
 from hsloader.conversion.removal import SourceRemover
 from hsloader.conversion.report import ConversionReport, PlanSummary, Progress, ProgressCallback
 from hsloader.conversion.settings import ConvertSettings
+from hsloader.conversion.sources import SourceComparison
 from hsloader.conversion.space import demand_space, existing_parent, same_file_system
-from hsloader.conversion.state import State, changed_settings, new_files
+from hsloader.conversion.state import State, changed_settings
 from hsloader.conversion.summary import summarize
 from hsloader.errors import ConversionError, StoreBusyError
 from hsloader.formats.discover import Discovery, discover
@@ -129,8 +130,10 @@ class _Conversion:
             if locked:
                 stack.enter_context(journal.lock())
             state = State.read(root, journal)
-            found, part = self._look(state)
-            made = self._plan(state, part)
+            found, comparison = self._look(state)
+            made = self._plan(state, comparison.fresh_part(found), comparison)
+            comparison.demand_unchanged()
+            self._notes.extend(comparison.note())
             if made is not None:
                 state.plans.append(made.plan)
             summary = self._summary(state, found, made)
@@ -153,8 +156,8 @@ class _Conversion:
                     with contextlib.suppress(OSError):
                         root.path.rmdir()  # only if nothing came out, and so nothing was left in it
 
-    def _look(self, state: State) -> tuple[Discovery, Discovery]:
-        """All that is below the source, and the part of it that no plan knows; refuses what changed."""
+    def _look(self, state: State) -> tuple[Discovery, SourceComparison]:
+        """All that is below the source, and how to tell what of it is new; refuses other settings."""
         settings = self._settings
         if settings.replan:
             state.forget_pending()
@@ -169,16 +172,12 @@ class _Conversion:
             )
         self._tell(Progress(stage="find"))
         found = discover(self._source)
-        part, changed = new_files(found, state, found.src, keep_changed=settings.replan)
-        if changed:
-            self._notes.append(
-                f"{len(changed):,} source files changed after they were converted (for example {changed[0]}); the "
-                "dataset keeps what it has"
-            )
-        return found, part
+        return found, SourceComparison(state, found.src, keep_changed=settings.replan)
 
-    def _plan(self, state: State, part: Discovery) -> Made | None:
+    def _plan(self, state: State, part: Discovery, comparison: SourceComparison) -> Made | None:
         """A plan for what is new; None if nothing is."""
+        if not part.folders:
+            comparison.demand_unchanged()  # before anything is described
         if state.plans and not (part.files or part.bad or part.folders):
             return None
         planned = {s.name for _, segment in state.pending() for s in segment.samples}
@@ -186,6 +185,7 @@ class _Conversion:
         fields = state.manifest.fields if state.manifest is not None else None
         if fields is None and state.pending():
             fields = state.plans[0].fields
+        changed = self._settings.replan  # then the settings may name another provenance
         began = time.monotonic()
 
         def told(done: int, total: int) -> None:
@@ -194,12 +194,16 @@ class _Conversion:
         made = make_plan(
             part,
             self._settings,
+            comparison=comparison,
+            provenance=next((plan.provenance for plan in state.plans if plan.source == part.src and not changed), None),
             first=max([self._root.next_number(), *(n + 1 for n in numbers)]),
             present_fields=fields,
             present_names=frozenset(state.converted | planned),
             scratch=self._scratch(),
             progress=told,
         )
+        if made is None:
+            return None
         if state.manifest is not None and made.plan.segments:
             check_compatible(
                 self._root.path,

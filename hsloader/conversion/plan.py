@@ -79,7 +79,7 @@ class Plan:
 
     def to_json(self) -> bytes:
         """The plan for the journal (``specs`` and layouts are written once and referred to)."""
-        tables = _Tables()
+        tables = _Tables(self.root)
         segments = [
             {
                 "number": segment.number,
@@ -146,7 +146,7 @@ class Plan:
 
 def file_of(sample: SampleSource) -> str:
     """The name below SRC of the file that a sample lies in."""
-    return sample.name if sample.row is None else sample.name.rpartition("#")[0]
+    return sample.name if sample.row is None else sample.name.removesuffix(f"#{sample.row}")
 
 
 def group_samples(
@@ -175,17 +175,19 @@ def group_samples(
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What many samples share: layout, fields, what is left out, the container's folder."""
+    """What many samples share: layout, fields, what is left out, gzip, the arrow dataset's folder below the root."""
 
     layout: str
     specs: tuple[FieldSpec, ...]
     left_out: tuple[tuple[str, str], ...]
+    gzip: bool
     folder: str | None
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> _Kind:
         specs = tuple(FieldSpec(name, dtype, tuple(shape), source) for name, dtype, shape, source in value["specs"])
-        return cls(value["layout"], specs, tuple((n, why) for n, why in value["left_out"]), value["folder"])
+        left_out = tuple((name, why) for name, why in value["left_out"])
+        return cls(value["layout"], specs, left_out, value["gzip"], value["folder"])
 
 
 def _with_tuples(value: Mapping[str, Any]) -> Any:
@@ -196,13 +198,15 @@ def _with_tuples(value: Mapping[str, Any]) -> Any:
 class _Tables:
     """Collects the kinds of samples while they are written."""
 
-    def __init__(self) -> None:
+    def __init__(self, root: str) -> None:
         self.kinds: list[dict[str, Any]] = []
+        self._root = root
         self._known: dict[_Kind, int] = {}
 
     def sample(self, sample: SampleSource) -> list[Any]:
-        """One sample as a short list: file, row, length, payload bytes, kind."""
-        kind = _Kind(sample.layout, sample.specs, sample.left_out, sample.folder)
+        """One sample as a short list: name, row, length, payload bytes, kind, place."""
+        folder = None if sample.folder is None else os.path.relpath(sample.folder, self._root)
+        kind = _Kind(sample.layout, sample.specs, sample.left_out, sample.gzip, folder)
         number = self._known.get(kind)
         if number is None:
             number = self._known[kind] = len(self.kinds)
@@ -211,24 +215,29 @@ class _Tables:
                     "layout": kind.layout,
                     "specs": [[s.name, s.dtype, list(s.shape), s.source_dtype] for s in kind.specs],
                     "left_out": [list(item) for item in kind.left_out],
+                    "gzip": kind.gzip,
                     "folder": kind.folder,
                 }
             )
-        return [file_of(sample), sample.row, sample.length, sample.payload_bytes, number]
+        row = [sample.name, sample.row, sample.length, sample.payload_bytes, number]
+        return row if sample.place is None else [*row, list(sample.place)]
 
 
 def _sample(row: list[Any], kinds: Sequence[_Kind], files: Mapping[str, Identity], root: str) -> SampleSource:
-    name, number, length, payload, kind = row
+    name, number, length, payload, kind = row[:5]
     shared = kinds[kind]
+    file = name if number is None else name.removesuffix(f"#{number}")
     return SampleSource(
-        name=name if number is None else f"{name}#{number}",
-        path=os.path.join(root, name),
+        name=name,
+        path=os.path.join(root, file),
         row=number,
         length=length,
         specs=shared.specs,
         layout=shared.layout,
-        identity=files[name],
+        identity=files[file],
         payload_bytes=payload,
+        gzip=shared.gzip,
         left_out=shared.left_out,
-        folder=shared.folder,
+        folder=None if shared.folder is None else os.path.normpath(os.path.join(root, shared.folder)),
+        place=tuple(row[5]) if len(row) > 5 else None,
     )

@@ -15,14 +15,16 @@ from hsloader.conversion.probe import Probe, measure, narrowed
 from hsloader.conversion.provenance import provenance_of
 from hsloader.conversion.report import Quarantined
 from hsloader.conversion.settings import ConvertSettings, cores
+from hsloader.conversion.sources import SourceComparison, source_identity
 from hsloader.errors import ConversionError
 from hsloader.formats.discover import Discovery, Skipped
 from hsloader.formats.source import Hints, Identity
 from hsloader.formats.survey import Survey, survey
 from hsloader.store.fields import Field
 from hsloader.store.layout import RowLayout, choose_layout
+from hsloader.store.manifest import Provenance
 
-__all__ = ["Made", "hints_of", "layout_of", "make_plan", "nothing_to_convert", "source_identity"]
+__all__ = ["Made", "hints_of", "layout_of", "make_plan", "nothing_to_convert"]
 
 _SHOWN = 12
 _THREADS_AT_MOST = 32
@@ -52,24 +54,32 @@ def make_plan(
     settings: ConvertSettings,
     *,
     first: int,
+    comparison: SourceComparison,
+    provenance: Provenance | None = None,
     present_fields: tuple[Field, ...] | None = None,
     present_names: frozenset[str] = frozenset(),
     scratch: str | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> Made:
+) -> Made | None:
     """Plan the samples of ``found`` (all of a source, or what is new in it) into segments from number ``first``.
 
-    ``present_fields`` and ``present_names``: the fields and sample names of the dataset that they are to join.
+    None if nothing of it is new after all (``comparison``: the samples of arrow folders come to light here).
+    ``present_fields`` and ``present_names``: the fields and sample names of the dataset that they are to join;
+    ``provenance``: that of an earlier plan of the same source, which is not told anew.
     ``progress(files described, files)``.  Raises ``ConversionError`` if there is nothing to convert, the samples are
     not of one kind, or names are taken; a plan that joins a dataset may be without samples (all new ones are bad).
     """
     hints = hints_of(settings)
     threads = min(_THREADS_AT_MOST, 4 * cores())
     described = survey(found.src, hints=hints, threads=threads, progress=progress, found=found)
+    if found.folders:
+        _only_fresh(described, comparison)
     root = str(Path(found.src).parent) if Path(found.src).is_file() else found.src
     bad = [Quarantined(item.name, item.reason) for item in described.bad]
     if not described.samples and present_fields is None:
         raise nothing_to_convert(found.src, bad, described.sidecars)
+    if not described.samples and not bad:
+        return None
     refused: list[Quarantined] = list(bad)
     samples = tuple(described.samples)
     fields = present_fields or ()
@@ -88,13 +98,14 @@ def make_plan(
         if present_fields is None:
             fields = narrowed(fields, probe.token_dtypes)
     raw = sum(s.length for s in samples) * sum(f.row_bytes for f in fields)
+    layouts = sorted({s.layout for s in samples})
     segments = group_samples(samples, refused, fields, settings.segment_bytes(raw), first)
     plan = Plan(
         source=found.src,
         root=root,
         settings=settings.identity(),
         fields=fields,
-        provenance=provenance_of(settings, fields, sorted({s.layout for s in samples})),
+        provenance=provenance or provenance_of(settings, fields, layouts, described.settings),
         typical_length=typical,
         segments=segments,
         files=_files(root, described),
@@ -127,12 +138,13 @@ def _bad_lines(bad: Sequence[Quarantined]) -> list[str]:
     return [*lines, f"  and {len(bad) - _SHOWN:,} more"] if len(bad) > _SHOWN else lines
 
 
-def source_identity(path: str) -> Identity:
-    """The file's identity now; all zeros where it cannot be looked at (a dangling link)."""
-    try:
-        return Identity.of(os.stat(path))  # noqa: PTH116 - names may hold what Path would normalise
-    except OSError:
-        return Identity(0, 0, 0)
+def _only_fresh(described: Survey, comparison: SourceComparison) -> None:
+    described.samples = [s for s in described.samples if comparison.is_fresh(file_of(s), s.identity)]
+    described.bad = [
+        item
+        for item in described.bad
+        if comparison.is_fresh(item.name, source_identity(os.path.join(described.src, item.name)))
+    ]
 
 
 def _fields(planned: tuple[Field, ...], present: tuple[Field, ...] | None) -> tuple[Field, ...]:

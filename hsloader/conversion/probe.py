@@ -19,7 +19,7 @@ from hsloader.store.codec import Codec
 from hsloader.store.fields import Field
 from hsloader.store.layout import RowLayout
 
-__all__ = ["NormProbe", "Probe", "measure", "narrowed"]
+__all__ = ["NormProbe", "Probe", "measure", "narrowed", "row_norms"]
 
 Bits = np.ndarray[Any, Any]
 
@@ -112,7 +112,7 @@ class _Measuring:
                 continue
             self._encode_some(opened, state)
             if state.name == "last_hidden_state" and not state.dtype.startswith("float8"):
-                self._norms.append(_row_norms(opened, state))
+                self._norms.append(_row_norms(opened, state.name, state.dtype))
 
     def result(self) -> Probe:
         """What the samples said together."""
@@ -124,10 +124,7 @@ class _Measuring:
                 probe.ratios[state.name] = _TOKEN_RATIO if state.codec == "lossless" else 1.0
         if self._seconds > 0:
             probe.rate = sum(self._raw.values()) / self._seconds
-        norms = np.concatenate(self._norms) if self._norms else np.empty(0)
-        norms = norms[np.isfinite(norms)]
-        if len(norms):
-            probe.norm = NormProbe(len(norms), float(norms.min()), float(np.median(norms)), float(norms.max()))
+        probe.norm = _norm_of(self._norms)
         return probe
 
     def _encode_some(self, opened: OpenSample, state: Field) -> None:
@@ -147,10 +144,33 @@ class _Measuring:
         self._seconds += time.perf_counter() - began
 
 
-def _row_norms(opened: OpenSample, state: Field) -> Bits:
+def row_norms(samples: Sequence[SampleSource], hints: Hints, scratch: str | None = None) -> NormProbe:
+    """Look at the last state's first rows in a few samples."""
+    found: list[Bits] = []
+    for sample in _spread(samples, _SAMPLES):
+        spec = next((s for s in sample.specs if s.name == "last_hidden_state"), None)
+        if spec is None or spec.dtype.startswith("float8"):
+            continue
+        try:
+            with open_sample(sample, scratch=scratch, hints=hints) as opened:
+                found.append(_row_norms(opened, spec.name, spec.dtype))
+        except SourceError:
+            continue
+    return _norm_of(found)
+
+
+def _norm_of(found: Sequence[Bits]) -> NormProbe:
+    norms = np.concatenate(found) if found else np.empty(0)
+    norms = norms[np.isfinite(norms)]
+    if not len(norms):
+        return NormProbe()
+    return NormProbe(len(norms), float(norms.min()), float(np.median(norms)), float(norms.max()))
+
+
+def _row_norms(opened: OpenSample, name: str, dtype: str) -> Bits:
     """RMS of the sample's first rows, float64 ``[rows]``."""
-    parts = opened.rows(state.name, 0, min(opened.sample.length, _NORM_ROWS))
-    values = as_numbers(np.concatenate(parts, axis=1), state.dtype).astype(np.float64)
+    parts = opened.rows(name, 0, min(opened.sample.length, _NORM_ROWS))
+    values = as_numbers(np.concatenate(parts, axis=1), dtype).astype(np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
         rms: Bits = np.sqrt((values * values).mean(axis=1))
     return rms

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 from hsloader.conversion.settings import ConvertSettings
 from hsloader.formats.layouts import LAYOUTS
+from hsloader.formats.producer_settings import ProducerSettings
 from hsloader.store.fields import Field
 from hsloader.store.manifest import Provenance
 
 __all__ = ["LAYER_CONVENTIONS", "advice", "provenance_of"]
+
+_Value = TypeVar("_Value")
 
 # What an id j means, as the layer after which the state was taken (0-based; -1: the embeddings).
 LAYER_CONVENTIONS = {
@@ -19,29 +23,47 @@ LAYER_CONVENTIONS = {
 }
 
 
-def provenance_of(settings: ConvertSettings, fields: Sequence[Field], layouts: Sequence[str]) -> Provenance:
-    """The manifest's provenance; ``ValueError`` if the layer ids do not fit the states."""
+def provenance_of(
+    settings: ConvertSettings, fields: Sequence[Field], layouts: Sequence[str], told: Sequence[ProducerSettings] = ()
+) -> Provenance:
+    """The manifest's provenance: what ``settings`` say, else what the producer's own files agree on (``told``).
+
+    ``ValueError`` if layer ids that the user named do not fit the states; a file's that do not fit are left out.
+    """
     by_name = {field.name: field for field in fields}
-    states = by_name.get("hidden_states") or by_name.get("last_hidden_state")
-    hidden = settings.hidden_size or (states.shape[-1] if states is not None and states.shape else None)
-    written = settings.layer_ids
-    after = None
-    if written is not None:
-        after = _after_layer(written, settings.layer_convention or "after", by_name.get("hidden_states"))
+    aux = by_name.get("hidden_states")
+    states = aux or by_name.get("last_hidden_state")
+    width = states.shape[-1] if states is not None and states.shape else None
+    written, convention = settings.layer_ids, settings.layer_convention or "after"
+    after = None if written is None else _after_layer(written, convention, aux)
+    if written is None:
+        written = _agreed([item.layer_ids for item in told])
+        convention = _agreed([item.layer_convention for item in told]) or "after"
+        if written is not None:
+            try:
+                after = _after_layer(written, convention, aux)
+            except ValueError:
+                written = None
     return Provenance(
-        producer=settings.producer,
-        model=settings.model,
-        hidden_size=hidden,
+        producer=settings.producer or _agreed([item.producer for item in told]),
+        model=settings.model or _agreed([item.model for item in told]),
+        hidden_size=settings.hidden_size or width,
         num_layers=settings.num_layers,
         layer_ids=after,
         layer_ids_as_written=written,
-        layer_convention=None if written is None else settings.layer_convention or "after",
-        norm_state=settings.norm_state or "unknown",
+        layer_convention=None if written is None else convention,
+        norm_state=settings.norm_state or _agreed([item.norm_state for item in told]) or "unknown",
         vocab_size=settings.vocab_size,
         tokenizer=settings.tokenizer,
         source_layout=", ".join(sorted(layouts)) or None,
         notes=settings.notes,
     )
+
+
+def _agreed(values: Sequence[_Value | None]) -> _Value | None:
+    """The value if all name the same one."""
+    found = set(values)
+    return found.pop() if len(found) == 1 else None
 
 
 def advice(provenance: Provenance, layouts: Sequence[str], looks_like: str) -> list[str]:

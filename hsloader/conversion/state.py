@@ -1,31 +1,26 @@
-"""Where a destination stands: its plans, what of them is listed, and how the sources compare with what was planned."""
+"""Where a destination stands: its plans, what of them is listed, and what became of every sample."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hsloader.conversion.journal import Journal, Settled
 from hsloader.conversion.plan import Plan, PlannedSegment, file_of
-from hsloader.conversion.planning import source_identity
 from hsloader.conversion.report import Quarantined
 from hsloader.conversion.settings import ConvertSettings
 from hsloader.errors import SettingsChangedError
-from hsloader.formats.discover import Discovery
-from hsloader.formats.source import Identity
 from hsloader.store.manifest import Manifest, SegmentEntry
 from hsloader.store.publish import Root
 from hsloader.store.stored_segment import Segment
 
-__all__ = ["State", "changed_settings", "new_files"]
+__all__ = ["State", "changed_settings", "quarantined_in"]
 
 _REMEDY = (
     "Run with the values of the journal, convert to another destination, or pass replan to keep every segment that is "
     "listed and to plan the rest anew"
 )
-_SHOWN = 8
 
 
 @dataclass(slots=True)
@@ -132,72 +127,6 @@ def changed_settings(plans: Sequence[Plan], source: str, settings: ConvertSettin
             f"{source}. Pass append to add a second source to the dataset, or convert to another destination"
         )
     return None
-
-
-def new_files(found: Discovery, state: State, source: str, keep_changed: bool) -> tuple[Discovery, list[str]]:
-    """The part of ``found`` that no plan knows, and the names of files that changed after they were converted.
-
-    ``SettingsChangedError`` if a planned source changed or is gone whose samples are not listed yet, or one changed
-    after it was converted (unless ``keep_changed``): with both identities and the remedy.
-    """
-    known: dict[str, Identity] = {}
-    pending: set[str] = set()
-    kept: set[str] = set()
-    for plan in state.plans:
-        if plan.source != source:
-            continue
-        known.update(plan.files)
-        for segment in plan.segments:
-            done = state.done(segment.number)
-            for sample in segment.samples:
-                if not done:
-                    pending.add(file_of(sample))
-                elif sample.name in state.converted:
-                    kept.add(file_of(sample))
-    fresh: set[str] = set()
-    changed: list[tuple[str, str]] = []
-    old: list[str] = []
-    paths = {f.name: f.path for f in (*found.files, *found.folders)}
-    paths.update({item.name: os.path.join(found.src, item.name) for item in found.bad})
-    for name, path in paths.items():
-        if name not in known:
-            fresh.add(name)
-            continue
-        now = source_identity(path)
-        if now == known[name]:
-            continue
-        if name in pending or (name in kept and not keep_changed):
-            changed.append((name, f"planned were {_identity(known[name])}, now it has {_identity(now)}"))
-        elif name in kept:
-            old.append(name)
-        else:
-            fresh.add(name)
-    changed += [(name, "it is planned, not converted yet, and gone") for name in sorted(pending - paths.keys())]
-    if changed:
-        raise _changed_sources(changed)
-    part = Discovery(
-        found.src,
-        files=[f for f in found.files if f.name in fresh],
-        folders=[f for f in found.folders if f.name in fresh],
-        sidecars=found.sidecars,
-        bad=[item for item in found.bad if item.name in fresh],
-    )
-    return part, old
-
-
-def _changed_sources(changed: Sequence[tuple[str, str]]) -> SettingsChangedError:
-    lines = [f"  {name}: {what}" for name, what in changed[:_SHOWN]]
-    if len(changed) > _SHOWN:
-        lines.append(f"  and {len(changed) - _SHOWN:,} more")
-    return SettingsChangedError(
-        f"{len(changed):,} source files are not as they were when they were planned:\n" + "\n".join(lines) + "\n"
-        "Put them back as they were, convert to another destination, or pass replan to keep every segment that is "
-        "listed (whatever happened to its sources since) and to plan the rest anew"
-    )
-
-
-def _identity(identity: Identity) -> str:
-    return f"{identity.size:,} bytes, mtime {identity.mtime_ns} ns, inode {identity.inode}"
 
 
 def _shown(values: Mapping[str, Any], name: str) -> str:

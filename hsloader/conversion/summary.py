@@ -41,8 +41,8 @@ def summarize(
     sizes = _sizes(pending, probe)
     deletes = bool(settings.delete_source) and same_file_system(Path(source), destination)
     workers, threads = settings.parallelism(len(pending))
-    # A gzip file is inflated beside the destination while it is read; whether a file is one, only reading it tells.
-    inflated = max((s.payload_bytes for s in samples if s.payload_bytes > s.identity.size), default=0)
+    # A gzip file is inflated beside the destination while it is read.
+    inflated = max((s.payload_bytes for s in samples if s.gzip), default=0)
     needed = peak_bytes(sizes if deletes else [SegmentSize(s.stored) for s in sizes], workers)
     raw = sum(s.length * sum(f.row_bytes for f in plan.fields) for plan, segment in pending for s in segment.samples)
     stored = sum(size.stored for size in sizes)

@@ -1,0 +1,102 @@
+"""``hsloader.export``: a dataset's samples as producers' files again, so that converting locks nobody in."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hsloader.conversion.report import Progress, ProgressCallback
+from hsloader.conversion.space import demand_space
+from hsloader.errors import ConversionError
+from hsloader.formats.writing import WRITABLE, sample_writer
+from hsloader.store.dataset import Dataset, open_dataset
+from hsloader.store.fields import Field
+
+__all__ = ["ExportReport", "export"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportReport:
+    """What ``export`` wrote: ``samples`` of ``raw_bytes`` in ``layout`` below ``destination``.
+
+    ``renamed``: samples whose file could not have their name, with the file's.
+    """
+
+    source: str
+    destination: str
+    layout: str
+    samples: int
+    raw_bytes: int
+    seconds: float
+    renamed: Mapping[str, str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON values."""
+        return asdict(self)
+
+
+def export(
+    dst: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    layout: str | None = None,
+    *,
+    progress: ProgressCallback | None = None,
+) -> ExportReport:
+    """Write every sample of the dataset at ``dst`` as a producer's file below ``out``, a folder of its own.
+
+    Keys, dtypes, shapes and values are those that the layout's files have; ``layout`` defaults to that of the sources.
+    Rows that were trimmed and fields that were left out by the conversion are not in the dataset and do not come back.
+    ``progress`` is told the raw bytes.  Raises ``ValueError`` for a layout that cannot be written or cannot hold what
+    the dataset has, ``ConversionError`` if ``out`` is not empty or too small, ``DamageError`` for damaged samples.
+    """
+    began = time.monotonic()
+    target = Path(os.path.abspath(os.fspath(out)))
+    with open_dataset(dst) as dataset:
+        chosen = _layout(dataset, layout)
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise ConversionError(f"{target}: expected an empty folder or nothing; choose another one for the export")
+        total = dataset.manifest.raw_bytes
+        demand_space(total, target, can_delete=False)
+        target.mkdir(parents=True, exist_ok=True)
+        done = 0
+        renamed: dict[str, str] = {}
+        with sample_writer(chosen, target) as writer:
+            for i in range(len(dataset)):
+                name = dataset.name(i)
+                fields = _fields_of(dataset, i)
+                values = {field: dataset.read(i, field) for field in fields}
+                written = writer.write(name, values, fields, dataset.extras(i))
+                if written != name:
+                    renamed[name] = written
+                done += sum(bits.nbytes for bits in values.values())
+                if progress is not None:
+                    seconds = time.monotonic() - began
+                    progress(Progress(stage="export", done=done, total=total, samples=i + 1, seconds=seconds))
+        return ExportReport(
+            source=str(dataset.path),
+            destination=str(target),
+            layout=chosen,
+            samples=len(dataset),
+            raw_bytes=done,
+            seconds=time.monotonic() - began,
+            renamed=renamed,
+        )
+
+
+def _layout(dataset: Dataset, layout: str | None) -> str:
+    known = dataset.provenance.source_layout
+    chosen = layout or known
+    if chosen is None or chosen not in WRITABLE:
+        what = f"the layout {layout!r}" if layout else f"the sources' layout ({known or 'not recorded'})"
+        raise ValueError(f"{what} is not one that can be written; give one of {', '.join(WRITABLE)}")
+    return chosen
+
+
+def _fields_of(dataset: Dataset, i: int) -> dict[str, Field]:
+    """A sample's fields as its own segment recorded them (sources of another append may have had other dtypes)."""
+    meta = dataset.segments[int(dataset.segment_of[i])].meta
+    return {field.name: field for field in meta.fields}
