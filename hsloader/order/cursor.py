@@ -78,11 +78,15 @@ class Cursor:
         self._pending, self._loaded, self._running = None, False, True
         return self._begun
 
-    def advance(self, batches: int) -> None:
-        """One more batch was handed out on every rank, of an epoch of ``batches``; the last one ends the epoch."""
-        epoch, position = self._done
-        self._done = (epoch, position + self._world)
-        if not steps_left(batches, self._done[1], self._world):
+    def reach(self, batches_done: int, batches: int) -> None:
+        """This rank's first ``batches_done`` batches of the running iteration were handed out, of ``batches`` in all.
+
+        The last one ends the epoch.  Saying the same again changes nothing, so an interrupted call can be made again.
+        """
+        if not self._running:
+            return
+        self._done = self.state_after(batches_done, batches)
+        if batches_done >= steps_left(batches, self._begun[1], self._world):
             self.finish()
 
     def finish(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["draws", "epoch_permutation", "mixed", "stream_key"]
+__all__ = ["draws", "epoch_permutation", "mixed", "noise_seed", "stream_key"]
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -19,6 +19,7 @@ _M2 = 0x94D049BB133111EB
 
 # Purposes of a stream; the numbers are part of the order's definition and never change.
 SHUFFLE = 1
+NOISE = 2
 
 
 def mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -56,3 +57,8 @@ def epoch_permutation(samples: NDArray[np.int64], seed: int, epoch: int) -> NDAr
     """
     keys = draws(stream_key(SHUFFLE, seed, epoch), samples)
     return samples[np.argsort(keys, kind="stable")]
+
+
+def noise_seed(seed: int, epoch: int, batch: int) -> int:
+    """The seed of the noise on a global batch of an epoch, a 63-bit number."""
+    return int(draws(stream_key(NOISE, seed, epoch), np.array([batch], dtype=np.int64))[0] >> np.uint64(1))

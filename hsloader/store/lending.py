@@ -24,17 +24,21 @@ _IDLE_BLOCKS = 4
 
 
 class LentMemory:
-    """Arrays on reused memory: at most four idle blocks are kept. Safe for threads and forks."""
+    """Arrays on reused memory: at most ``idle`` unused blocks are kept. Safe for threads and forks.
 
-    def __init__(self) -> None:
+    Arrays of more than ``largest`` bytes are allocated afresh.
+    """
+
+    def __init__(self, *, largest: int = _LARGEST, idle: int = _IDLE_BLOCKS) -> None:
+        self._largest = largest
         # Only appended to by finalizers, which may run at any moment and so take no lock; the oldest falls out.
-        self._idle: deque[mmap.mmap] = deque(maxlen=_IDLE_BLOCKS)
+        self._idle: deque[mmap.mmap] = deque(maxlen=idle)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
         """An uninitialised array; its memory is used again once no view of it (or tensor on it) is left."""
         count = int(np.prod(shape, dtype=np.int64))
         size = count * dtype.itemsize
-        if not _SMALLEST <= size <= _LARGEST:
+        if not _SMALLEST <= size <= self._largest:
             return np.empty(shape, dtype)
         block = self._take(size)
         # The lease is what all views keep alive: numpy and torch hold it as the base of the memory.

@@ -85,24 +85,24 @@ def test_a_position_beyond_the_epoch_is_refused() -> None:
 class TestCursor:
     """Batches an epoch: 7 on 2 ranks, so 3 a rank."""
 
-    def steps(self, cursor: Cursor, count: int) -> None:
-        for _ in range(count):
-            cursor.advance(7)
+    def to(self, cursor: Cursor, batches_done: int) -> None:
+        for _ in range(2):  # an interrupted call is made again
+            cursor.reach(batches_done, 7)
 
     def test_the_last_batch_ends_the_epoch(self) -> None:
         cursor = Cursor(2)
         assert cursor.state == (0, 0)
         assert cursor.begin() == (0, 0)
-        self.steps(cursor, 2)
+        self.to(cursor, 2)
         assert (cursor.state, cursor.running) == ((0, 4), True)
-        self.steps(cursor, 1)
+        self.to(cursor, 3)
         assert (cursor.state, cursor.running) == ((1, 0), False)
         assert cursor.begin() == (1, 0)
 
     def test_a_break_goes_on_with_the_next_epoch_but_its_state_is_mid_epoch(self) -> None:
         cursor = Cursor(2)
         cursor.begin()
-        self.steps(cursor, 1)
+        self.to(cursor, 1)
         cursor.end()
         assert cursor.state == (0, 2)
         assert cursor.begin() == (1, 0)
@@ -113,7 +113,7 @@ class TestCursor:
         assert cursor.set_epoch(4) is None
         assert cursor.begin() == (4, 0)
         assert cursor.set_epoch(4) is None  # while it runs: for the next iter()
-        self.steps(cursor, 3)
+        self.to(cursor, 3)
         assert cursor.begin() == (4, 0)
         with pytest.raises(ValueError, match="epochs count from 0"):
             cursor.set_epoch(-1)
@@ -124,7 +124,7 @@ class TestCursor:
         assert cursor.state == (3, 2)
         assert cursor.set_epoch(3) is None
         assert cursor.begin() == (3, 2)
-        self.steps(cursor, 2)
+        self.to(cursor, 2)
         assert cursor.state == (4, 0)
         cursor.load(3, 2)
         assert "drops the loaded position 2 of epoch 3" in str(cursor.set_epoch(5))
@@ -156,7 +156,7 @@ class TestCursor:
         cursor = Cursor(2)
         cursor.load(1, 2)
         cursor.begin()
-        self.steps(cursor, 2)  # fetched ahead to the end
+        self.to(cursor, 2)  # fetched ahead to the end
         assert [cursor.state_after(n, 7) for n in range(3)] == [(1, 2), (1, 4), (2, 0)]
         with pytest.raises(ValueError, match="batches_done=3: this iteration of epoch 1 has 2 batches"):
             cursor.state_after(3, 7)
