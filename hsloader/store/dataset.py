@@ -249,7 +249,7 @@ class Dataset:
 
 
 class _ChunkCache:
-    """Decoded chunks, the least recently used one goes first. Safe for threads."""
+    """Decoded chunks; the oldest goes first. Safe for threads."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity

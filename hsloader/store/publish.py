@@ -18,24 +18,21 @@ the plan's order. A segment that an earlier, killed run placed is recognised wit
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import secrets
 import shutil
-import socket
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from hsloader.errors import DamageError, DatasetError, StoreBusyError
-from hsloader.store.checks import parse_json
 from hsloader.store.compatible import check_compatible
 from hsloader.store.fields import Field
 from hsloader.store.files import fsync_directory, read_limited, replace_file
-from hsloader.store.locks import exclusive, flock_file, release, try_flock
+from hsloader.store.locks import exclusive
 from hsloader.store.manifest import FORMAT, MANIFEST_NAME, Manifest, Provenance, SegmentEntry, read_manifest
+from hsloader.store.owners import TemporaryDirectory, clean_owner, remove_tree
 from hsloader.store.packed import remove_stale, write_packed
+from hsloader.store.reservations import Numbers, Reservations
 from hsloader.store.segment_meta import SegmentMeta
 from hsloader.store.zarr_json import group_document, json_bytes
 
@@ -45,39 +42,6 @@ LOCK_TIMEOUT = 300.0
 LOOSE_SEGMENTS = 64
 
 _PRIVATE = ".hsloader"
-_NUMBERS_LIMIT = 10**12
-_SMALL = 1 << 20
-
-
-class TemporaryDirectory:
-    """A directory of this process's own, ``path``; other processes leave it alone as long as the lock is held."""
-
-    def __init__(self, path: Path, owner: Path, owner_fd: int) -> None:
-        self.path = path
-        self._owner = owner
-        self._owner_fd = owner_fd
-
-    def note(self, number: int) -> None:
-        """Note durably that segment ``number`` is ours too, before it appears under that name."""
-        os.pwrite(self._owner_fd, json.dumps({"host": socket.gethostname(), "segment": number}).encode() + b"\n", 0)
-        os.fsync(self._owner_fd)
-
-    def close(self) -> None:
-        """Delete what is left of the directory, and give up ownership."""
-        if self._owner_fd < 0:
-            return
-        fd, self._owner_fd = self._owner_fd, -1
-        shutil.rmtree(self.path, ignore_errors=True)
-        self._owner.unlink(missing_ok=True)
-        release(fd)
-
-
-@dataclass(frozen=True, slots=True)
-class _Numbers:
-    """The segment numbers given out: all below ``next``; ``held`` ranges (first, count) belong to a journal."""
-
-    next: int
-    held: tuple[tuple[int, int], ...] = ()
 
 
 class Root:
@@ -88,7 +52,7 @@ class Root:
         self.private = self.path / _PRIVATE
         self.scratch = self.private / "tmp"
         self._lock_file = self.private / "lock"
-        self._numbers_file = self.private / "numbers"
+        self._reservations = Reservations(self.private / "numbers", self.path / "segments", self.scratch)
 
     @classmethod
     def create(cls, path: str | os.PathLike[str]) -> Root:
@@ -131,16 +95,7 @@ class Root:
     def temporary(self) -> Iterator[TemporaryDirectory]:
         """A temporary directory that this process owns until the block ends."""
         with self.lock():  # so that nobody cleans between the owner file's making and its lock
-            name = f"{os.getpid()}-{secrets.token_hex(6)}"
-            owner = self.scratch / f"{name}.owner"
-            fd = flock_file(owner, LOCK_TIMEOUT)
-            os.pwrite(fd, json.dumps({"host": socket.gethostname()}).encode() + b"\n", 0)
-            made = TemporaryDirectory(self.scratch / name, owner, fd)
-            try:
-                made.path.mkdir()
-            except BaseException:
-                made.close()
-                raise
+            made = TemporaryDirectory(self.scratch)
         try:
             yield made
         finally:
@@ -153,27 +108,27 @@ class Root:
         range again, as a journal recorded it (nothing happens if it is taken already).
         """
         with self.lock():
-            numbers = self._numbers()
+            numbers = self._reservations.read()
             start = numbers.next if first is None else first
             held = {*numbers.held, (start, count)} if hold else set(numbers.held)
-            self._set_numbers(_Numbers(max(numbers.next, start + count), tuple(sorted(held))))
+            self._reservations.write(Numbers(max(numbers.next, start + count), tuple(sorted(held))))
         return start
 
     def next_number(self) -> int:
         """The number that ``reserve`` would return now (hold the lock if that matters)."""
-        return self._numbers().next
+        return self._reservations.read().next
 
     def release_numbers(self, first: int, count: int, *, unused: bool = False) -> None:
         """End the hold on a range; ``unused`` gives its numbers back if no later ones were taken."""
         with self.lock():
-            numbers = self._numbers()
+            numbers = self._reservations.read()
             held = tuple(item for item in numbers.held if item != (first, count))
             last = numbers.next == first + count
-            self._set_numbers(_Numbers(first if unused and last else numbers.next, held))
+            self._reservations.write(Numbers(first if unused and last else numbers.next, held))
 
     def segment_path(self, number: int) -> Path:
         """Where segment ``number`` lies."""
-        return self.path / _segment_name(number)
+        return self.path / segment_name(number)
 
     def place(self, temporary: TemporaryDirectory, number: int) -> SegmentEntry:
         """Move a sealed segment to its place, durably. It is not listed yet.
@@ -185,7 +140,7 @@ class Root:
             self._make_groups()
             if os.path.lexists(target):  # a rename onto an empty directory would succeed silently
                 raise FileExistsError(f"{target}: segment {number} is already there")
-            temporary.note(number)
+            temporary.note_segment(number)
             try:
                 temporary.path.rename(target)
             except OSError:
@@ -209,17 +164,17 @@ class Root:
             return None
         data = read_limited(path, 1 << 30, "the segment's metadata")
         meta = SegmentMeta.parse(data, path)
-        return meta.entry(_segment_name(number), data), meta
+        return meta.entry(segment_name(number), data), meta
 
     def discard(self, number: int) -> None:
         """Delete the segment at ``number``; ``ValueError`` if it is listed."""
         with self.lock():
             manifest = self.manifest()
-            name = _segment_name(number)
+            name = segment_name(number)
             if manifest is not None and any(entry.path == name for entry in manifest.segments):
                 raise ValueError(f"{self.path / name}: the segment is listed; listed segments never change")
             if self.segment_path(number).exists():
-                _remove_tree(self.segment_path(number), self.scratch)
+                remove_tree(self.segment_path(number), self.scratch)
 
     def commit(self, expected_fingerprint: str | None, manifest: Manifest) -> None:
         """Make ``manifest`` the dataset's, durably: the only way in.
@@ -296,9 +251,13 @@ class Root:
         with self.lock():
             manifest = self.manifest()
             listed = set() if manifest is None else {entry.number for entry in manifest.segments}
-            kept = {n for first, count in self._numbers().held for n in range(first, first + count)}
+            held = [range(first, first + count) for first, count in self._reservations.read().held]
+
+            def may_go(number: int) -> bool:
+                return number not in listed and not any(number in numbers for numbers in held)
+
             for owner in sorted(self.scratch.glob("*.owner")):
-                removed += self._clean_owner(owner, listed | kept, older_than)
+                removed += clean_owner(owner, self.segment_path, may_go, older_than)
             for left in sorted(self.scratch.glob("*.swap")):
                 left.unlink()
                 removed.append(left)
@@ -308,32 +267,6 @@ class Root:
             if manifest is not None:
                 removed += remove_stale(self.path, manifest)
         return removed
-
-    def _clean_owner(self, owner: Path, keep: set[int], older_than: float | None) -> list[Path]:
-        fd = os.open(owner, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            if not try_flock(fd, owner):
-                return []
-            lines = os.pread(fd, _SMALL, 0)
-            # Killed before its first note: it has made nothing else yet, so there is nothing to lose.
-            note = parse_json(lines, owner).value if lines.strip() else {"host": socket.gethostname()}
-            here = note.get("host") == socket.gethostname()
-            old = older_than is not None and time.time() - os.fstat(fd).st_mtime > older_than
-            if not here and not old:
-                return []
-            removed = []
-            number = note.get("segment")
-            paths = [owner.with_suffix("")]
-            if isinstance(number, int) and number not in keep:
-                paths.append(self.segment_path(number))
-            for path in paths:
-                if path.exists():
-                    _remove_tree(path, self.scratch)
-                    removed.append(path)
-            owner.unlink()
-            return [*removed, owner]
-        finally:
-            release(fd)
 
     def _make_groups(self) -> None:
         segments = self.path / "segments"
@@ -347,32 +280,6 @@ class Root:
         if made:
             fsync_directory(self.path)
 
-    def _numbers(self) -> _Numbers:
-        stored = _Numbers(0)
-        if self._numbers_file.exists():
-            node = parse_json(read_limited(self._numbers_file, _SMALL, "the numbers file"), self._numbers_file)
-            stored = _Numbers(
-                node.integer("next", 0, _NUMBERS_LIMIT),
-                tuple(
-                    (item.integer("first", 0, _NUMBERS_LIMIT), item.integer("count", 1, _NUMBERS_LIMIT))
-                    for item in node.nodes("held")
-                ),
-            )
-        segments = self.path / "segments"
-        there = [int(p.name) for p in segments.iterdir() if p.name.isdigit()] if segments.is_dir() else []
-        return replace(stored, next=max(stored.next, *(number + 1 for number in there), 0))
 
-    def _set_numbers(self, numbers: _Numbers) -> None:
-        held = [{"first": first, "count": count} for first, count in numbers.held]
-        replace_file(self._numbers_file, json_bytes({"next": numbers.next, "held": held}), scratch=self.scratch)
-
-
-def _segment_name(number: int) -> str:
+def segment_name(number: int) -> str:
     return f"segments/{number:06d}"
-
-
-def _remove_tree(path: Path, scratch: Path) -> None:
-    """Delete a directory so that a kill in the middle leaves no half of it under its name."""
-    gone = scratch / f"gone-{secrets.token_hex(6)}"
-    path.rename(gone)
-    shutil.rmtree(gone)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from hsloader.errors import DamageError, DatasetError, IncompatibleError, StoreBusyError
-from hsloader.store import files, publish
+from hsloader.store import files, owners, publish
 from hsloader.store.dataset import open_dataset
 from hsloader.store.manifest import Manifest, Provenance, SegmentEntry, read_manifest
 from hsloader.store.publish import Root
@@ -291,7 +291,7 @@ def test_a_reserved_range_and_other_hosts_are_left_alone(tmp_path: Path, monkeyp
     root.reserve(0 + 1)
     subprocess.run([sys.executable, "-c", _DIES, str(root.path), "placed"], check=False)
     root.reserve(1, hold=True, first=1)
-    monkeypatch.setattr(publish.socket, "gethostname", lambda: "elsewhere")
+    monkeypatch.setattr(owners.socket, "gethostname", lambda: "elsewhere")
     assert root.clean() == []
     monkeypatch.undo()
     assert [path.suffix for path in root.clean()] == [".owner"]
@@ -301,7 +301,7 @@ def test_a_reserved_range_and_other_hosts_are_left_alone(tmp_path: Path, monkeyp
 def test_another_hosts_leftovers_go_when_they_are_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = Root.create(tmp_path / "d")
     subprocess.run([sys.executable, "-c", _DIES, str(root.path), "temporary"], check=False)
-    monkeypatch.setattr(publish.socket, "gethostname", lambda: "elsewhere")
+    monkeypatch.setattr(owners.socket, "gethostname", lambda: "elsewhere")
     assert root.clean(older_than=3600) == []
     assert len(root.clean(older_than=0)) == 2
 
