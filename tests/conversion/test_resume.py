@@ -1,0 +1,185 @@
+"""A conversion that is killed, interrupted or out of room goes on where it stopped, and ends with the same bytes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from hsloader import ConversionError, StoreBusyError, convert, open_dataset, verify
+from hsloader.conversion.report import Progress
+from hsloader.store import shard as shard_module
+from tests.conversion.sources import fill, flip_a_byte, leftovers, tree
+
+SEGMENT = 1 << 20
+CODE = """
+import sys
+from hsloader import convert
+convert(sys.argv[1], sys.argv[2], segment_size=1 << 20, workers=int(sys.argv[3]))
+"""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Fourteen samples, one of them damaged: five segments of 1 MiB."""
+    src = tmp_path_factory.mktemp("source")
+    fill(src, 14)
+    flip_a_byte(src / "data_5.pt")
+    return src
+
+
+@pytest.fixture(scope="module")
+def undisturbed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The files of a conversion that nothing disturbed."""
+    dst = tmp_path_factory.mktemp("undisturbed") / "dst"
+    report = convert(source, dst, segment_size=SEGMENT)
+    assert report.segments == 5
+    assert [q.name for q in report.quarantined] == ["data_5.pt"]
+    assert not verify(dst).problems
+    return tree(dst)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_killed_at_random_moments(source: Path, undisturbed: dict[str, str], tmp_path: Path, workers: int) -> None:
+    dst, moments = tmp_path / "dst", random.Random(workers)
+    command = [sys.executable, "-c", CODE, str(source), str(dst), str(workers)]
+    for _ in range(6):
+        with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
+            try:
+                process.wait(moments.uniform(0.25, 0.9))
+            except subprocess.TimeoutExpired:
+                process.kill()
+        if (dst / "manifest.json").exists():  # whatever the moment, what is listed is whole
+            with open_dataset(dst) as dataset:
+                for i in range(len(dataset)):
+                    dataset.read(i, "hidden_states")
+    _when_nobody_writes(dst)
+    report = convert(source, dst, segment_size=SEGMENT)
+    assert (report.samples_found, len(report.quarantined)) == (14, 1)
+    assert tree(dst) == undisturbed
+    assert leftovers(dst) == []
+
+
+def test_interrupted_by_the_keyboard(source: Path, undisturbed: dict[str, str], tmp_path: Path) -> None:
+    dst = tmp_path / "dst"
+    code = CODE.replace("workers=int(sys.argv[3])", "workers=2, progress=lambda p: print(p.stage, flush=True)")
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(source), str(dst)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        assert any("convert" in line for line in process.stdout)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the whole group
+        _, errors = process.communicate(timeout=20)
+    assert "KeyboardInterrupt" in errors
+    assert leftovers(dst) == []
+    convert(source, dst, segment_size=SEGMENT)
+    assert tree(dst) == undisturbed
+
+
+class FullDisk:
+    """Writes that fail with ENOSPC after so many bytes."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self._write = os.pwritev
+
+    def pwritev(self, fd: int, buffers: Sequence[Any], offset: int) -> int:
+        self.room -= sum(map(len, buffers))
+        if self.room < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return self._write(fd, buffers, offset)
+
+
+@pytest.mark.parametrize("room", [1, 300_000, 1_500_000, 2_200_000])
+def test_full_disk(
+    source: Path, undisturbed: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    dst = tmp_path / "dst"
+    with monkeypatch.context() as patched:
+        patched.setattr(shard_module.os, "pwritev", FullDisk(room).pwritev)
+        with pytest.raises(ConversionError, match=r"No space left.*free.*more are needed.*of 5 segments.*same command"):
+            convert(source, dst, segment_size=SEGMENT, workers=1)
+    assert leftovers(dst) == []
+    report = convert(source, dst, segment_size=SEGMENT)
+    assert report.converted + report.present == 13
+    assert tree(dst) == undisturbed
+
+
+def test_not_enough_room_is_told_before_anything_is_written(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hsloader.conversion.space.free_bytes", lambda path: 1000)
+    with pytest.raises(ConversionError, match=r"not enough room.*are needed, 1\.0 KB are free"):
+        convert(source, tmp_path / "dst")
+    assert not (tmp_path / "dst").exists()
+
+
+def test_a_killed_worker_is_named(source: Path, undisturbed: dict[str, str], tmp_path: Path) -> None:
+    dst = tmp_path / "dst"
+    killed: list[int] = []
+
+    def kill(progress: Progress) -> None:
+        children = psutil.Process().children()
+        if progress.stage == "convert" and children and not killed:
+            killed.append(children[0].pid)
+            children[0].kill()
+
+    with pytest.raises(ConversionError, match=r"(?s)worker.*SIGKILL.*memory.*same command"):
+        # Long enough for the first word of progress to come before the end.
+        convert(source, dst, segment_size=SEGMENT, workers=2, progress=kill)
+    assert leftovers(dst) == []
+    convert(source, dst, segment_size=SEGMENT)
+    assert tree(dst) == undisturbed
+
+
+def test_a_second_converter_is_refused(source: Path, undisturbed: dict[str, str], tmp_path: Path) -> None:
+    dst = tmp_path / "dst"
+    refusals = []
+
+    def again(progress: Progress) -> None:
+        if progress.stage == "convert" and not refusals:
+            with pytest.raises(StoreBusyError, match="another conversion") as refusal:
+                convert(source, dst, segment_size=SEGMENT)
+            refusals.append(refusal)
+
+    convert(source, dst, segment_size=SEGMENT, workers=1, progress=again)
+    assert refusals
+    assert tree(dst) == undisturbed
+
+
+def test_workers_and_threads_change_no_byte(source: Path, undisturbed: dict[str, str], tmp_path: Path) -> None:
+    convert(source, tmp_path / "dst", segment_size=SEGMENT, workers=3, threads=3, read_back=False)
+    assert tree(tmp_path / "dst") == undisturbed
+
+
+def _when_nobody_writes(dst: Path) -> None:
+    """Wait until the workers of a killed run have left."""
+    end = time.monotonic() + 10
+    while any(str(dst) in " ".join(_command(p)) or "conversion.worker" in " ".join(_command(p)) for p in _strays()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def _strays() -> list[psutil.Process]:
+    return [p for p in psutil.process_iter() if p.ppid() == 1]
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []

@@ -1,0 +1,260 @@
+"""What a conversion does about its sources: nothing unless asked, and then only what is proved."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hsloader import (
+    ConversionError,
+    IncompatibleError,
+    SettingsChangedError,
+    convert,
+    open_dataset,
+)
+from hsloader.conversion import readback
+from hsloader.conversion.report import Progress
+from tests.conversion.sources import fill, flip_a_byte, leftovers, record, torch, tree, write
+
+SEGMENT = 1 << 20
+
+
+def names(dst: Path) -> list[str]:
+    with open_dataset(dst) as dataset:
+        return [dataset.name(i) for i in range(len(dataset))]
+
+
+def test_delete_source_removes_what_is_proved_and_nothing_else(tmp_path: Path) -> None:
+    src, store = tmp_path / "src", tmp_path / "store"
+    fill(src, 7)
+    flip_a_byte(src / "data_2.pt")
+    write(src / "data_3.pt", {**record(3, 130), "left": torch.zeros(5)})  # a field that has no row a token
+    store.mkdir()
+    (src / "data_4.pt").rename(store / "data_4.pt")
+    (src / "data_4.pt").symlink_to("../store/data_4.pt")
+    (src / "data_config.json").write_text("{}")
+
+    report = convert(src, tmp_path / "dst", segment_size=SEGMENT, delete_source=True)
+
+    assert sorted(os.listdir(src)) == ["data_2.pt", "data_3.pt", "data_4.pt", "data_config.json"]
+    assert (store / "data_4.pt").exists()
+    assert report.deleted.files == 4
+    kept = {item.name: item.reason for item in report.deleted.kept}
+    assert "quarantined" in kept["data_2.pt"]
+    assert "left" in kept["data_3.pt"]
+    assert "link" in kept["data_4.pt"]
+    assert len(names(tmp_path / "dst")) == 6
+
+    again = convert(src, tmp_path / "dst", segment_size=SEGMENT, delete_source=True)
+    assert (again.converted, again.present, again.exit_status) == (0, 6, 3)
+    assert again.samples_found == report.samples_found
+    assert sorted(os.listdir(src)) == ["data_2.pt", "data_3.pt", "data_4.pt", "data_config.json"]
+
+
+def test_delete_source_asked_for_later(tmp_path: Path) -> None:
+    src, dst = tmp_path / "src", tmp_path / "dst"
+    fill(src, 3)
+    convert(src, dst)
+    assert len(os.listdir(src)) == 3
+    os.utime(src / "data_1.pt", ns=(1, 1))
+    with pytest.raises(SettingsChangedError, match=r"data_1\.pt: planned were .* mtime 1 ns"):
+        convert(src, dst, delete_source=True)
+    report = convert(src, dst, delete_source=True, replan=True)
+    assert os.listdir(src) == ["data_1.pt"]
+    assert [item.name for item in report.deleted.kept] == ["data_1.pt"]
+
+
+def test_nothing_is_deleted_that_was_not_read_back(tmp_path: Path) -> None:
+    src, dst = tmp_path / "src", tmp_path / "dst"
+    fill(src, 2)
+    with pytest.raises(ValueError, match="read_back"):
+        convert(src, dst, read_back=False, delete_source=True)
+    convert(src, dst, read_back=False)
+    report = convert(src, dst, delete_source=True)
+    assert len(os.listdir(src)) == 2
+    assert all("read-back" in item.reason for item in report.deleted.kept)
+
+
+def test_a_difference_at_read_back_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    src, dst = tmp_path / "src", tmp_path / "dst"
+    fill(src, 4)
+    whole = readback.drop_from_cache
+
+    def disk_that_lies(directory: Path) -> None:
+        whole(directory)
+        flip_a_byte(directory / "hidden_states" / "c.0.0.0")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(readback, "drop_from_cache", disk_that_lies)
+        with pytest.raises(ConversionError, match="does not read back"):
+            convert(src, dst, delete_source=True)
+    assert len(os.listdir(src)) == 4
+    assert not (dst / "manifest.json").exists()
+    assert leftovers(dst) == []
+    convert(src, dst)
+    assert len(names(dst)) == 4
+
+
+def test_lossy_deletion_must_be_asked_for_by_name(tmp_path: Path) -> None:
+    src, dst = tmp_path / "src", tmp_path / "dst"
+    padded = record(0, 100)
+    padded["input_ids"][60:] = 0
+    padded["loss_mask"][60:] = 0
+    write(src / "data_0.pt", padded)
+    write(src / "data_1.pt", record(1, 90))
+    with pytest.raises(ValueError, match="lossy"):
+        convert(src, dst, trim_padding=True, delete_source=True)
+    report = convert(src, dst, trim_padding=True, delete_source="lossy")
+    assert report.trimmed_samples == 1
+    assert os.listdir(src) == []
+    with open_dataset(dst) as dataset:
+        assert dataset.lengths.tolist() == [60, 90]
+        assert torch.equal(dataset[0]["last_hidden_state"], padded["hidden_states"][3][:60])
+
+
+def test_new_files_become_a_further_plan(tmp_path: Path) -> None:
+    src, dst = tmp_path / "src", tmp_path / "dst"
+    fill(src, 3)
+    whole = (src / "data_2.pt").read_bytes()
+    (src / "data_2.pt").write_bytes(whole[:5000])  # still being written
+    first = convert(src, dst)
+    assert [q.name for q in first.quarantined] == ["data_2.pt"]
+    with open_dataset(dst) as dataset:
+        before = dataset.fingerprint
+
+    (src / "data_2.pt").write_bytes(whole)
+    fill(src, 2, first=10)
+    second = convert(src, dst)
+
+    assert (second.converted, second.present, second.quarantined) == (3, 2, ())
+    assert names(dst) == ["data_0.pt", "data_1.pt", "data_2.pt", "data_10.pt", "data_11.pt"]
+    assert not (dst / "quarantine.jsonl").exists()
+    with open_dataset(dst) as dataset:
+        assert dataset.manifest.fingerprints(1)[1] == before  # a grown dataset still proves what it was
+    third = convert(src, dst)
+    assert (third.converted, third.present) == (0, 5)
+
+
+def test_changed_settings_are_refused_with_both_values(tmp_path: Path) -> None:
+    src, dst = tmp_path / "src", tmp_path / "dst"
+    fill(src, 3)
+    convert(src, dst, norm_state="pre", vocab_size=30000)
+    with pytest.raises(
+        SettingsChangedError, match=r"vocab_size: the journal has 30000, this run has 32000(?s:.*)replan"
+    ):
+        convert(src, dst, norm_state="pre", vocab_size=32000)
+    (tmp_path / "other").mkdir()
+    with pytest.raises(SettingsChangedError, match=r"another source(?s:.*)append"):
+        convert(tmp_path / "other", dst, norm_state="pre", vocab_size=30000)
+    assert convert(src, dst, norm_state="pre", vocab_size=30000).present == 3
+
+
+def test_changed_sources_of_an_unfinished_run(tmp_path: Path) -> None:
+    src, dst = tmp_path / "src", tmp_path / "dst"
+    fill(src, 7)
+
+    def stop(progress: Progress) -> None:
+        if progress.segments == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(src, dst, segment_size=SEGMENT, workers=1, progress=stop)
+    assert names(dst) == ["data_0.pt", "data_1.pt", "data_2.pt"]
+    write(src / "data_5.pt", record(55, 60))
+    (src / "data_6.pt").unlink()
+    with pytest.raises(SettingsChangedError, match=r"data_5\.pt: planned were .* now it has(?s:.*)data_6\.pt: .*gone"):
+        convert(src, dst, segment_size=SEGMENT)
+    report = convert(src, dst, segment_size=SEGMENT, replan=True)
+    assert (report.converted, report.present) == (3, 3)
+    assert names(dst) == [f"data_{i}.pt" for i in range(6)]
+    assert convert(src, dst, segment_size=SEGMENT).present == 6
+
+
+def test_a_second_source(tmp_path: Path) -> None:
+    one, two, dst = tmp_path / "one", tmp_path / "two", tmp_path / "dst"
+    fill(one, 3)
+    fill(two, 2, first=5)
+    fill(tmp_path / "clash", 1)
+    convert(one, dst)
+    report = convert(two, dst, append=True)
+    assert (report.converted, report.present) == (2, 3)
+    assert convert(two, dst, append=True).present == 5
+    assert convert(one, dst).present == 5
+    with pytest.raises(ConversionError, match=r"holds already, for example data_0\.pt"):
+        convert(tmp_path / "clash", dst, append=True)
+    write(tmp_path / "wide" / "a.pt", record(1, 50, hidden=512))
+    with pytest.raises(IncompatibleError, match="hidden_states"):
+        convert(tmp_path / "wide", dst, append=True)
+    assert len(names(dst)) == 5
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
+    src, dst = tmp_path / "src", tmp_path / "dst"
+    fill(src, 4)
+    report = convert(src, dst, dry_run=True)
+    assert not dst.exists()
+    assert report.plan is not None
+    assert report.plan.samples == 4
+    assert report.plan.raw_bytes == sum(torch.load(p)["input_ids"].numel() for p in src.iterdir()) * (4 * 512 + 5)
+    assert 1 < report.plan.ratio < 2
+    assert report.plan.seconds is not None
+    with pytest.raises(RuntimeError, match="said no"):
+        convert(src, dst, on_plan=_say_no)
+    assert not dst.exists()
+    convert(src, dst)
+    before = tree(dst)
+    assert convert(src, dst, dry_run=True).present == 4
+    assert tree(dst) == before
+
+
+def _say_no(plan: object) -> None:
+    raise RuntimeError("the user said no")
+
+
+def test_refused_places(tmp_path: Path) -> None:
+    src = tmp_path / "src"
+    fill(src, 1)
+    with pytest.raises(ConversionError, match="inside the source"):
+        convert(src, src / "dst")
+    with pytest.raises(ConversionError, match="inside the destination"):
+        convert(src, tmp_path)
+    with pytest.raises(FileNotFoundError, match="no such source"):
+        convert(tmp_path / "nothing", tmp_path / "dst")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "note").write_text("mine")
+    with pytest.raises(Exception, match="expected an empty directory or an hsloader dataset, found note"):
+        convert(src, tmp_path / "full")
+    assert os.listdir(src) == ["data_0.pt"]
+
+
+def test_one_file_is_a_source_too(tmp_path: Path) -> None:
+    fill(tmp_path / "src", 2)
+    report = convert(tmp_path / "src" / "data_1.pt", tmp_path / "dst")
+    assert report.converted == 1
+    assert names(tmp_path / "dst") == ["data_1.pt"]
+    assert convert(tmp_path / "src" / "data_1.pt", tmp_path / "dst").present == 1
+
+
+def test_samples_that_all_turn_out_bad_leave_nothing(tmp_path: Path) -> None:
+    src, dst = tmp_path / "src", tmp_path / "dst"
+    fill(src, 2)
+    for path in src.iterdir():
+        flip_a_byte(path)
+    with pytest.raises(ConversionError, match=r"no samples(?s:.*)data_0\.pt: .*CRC(?s:.*)data_1\.pt: .*CRC"):
+        convert(src, dst)
+    assert not dst.exists()
+
+
+def test_a_segment_of_bad_samples_in_the_middle(tmp_path: Path) -> None:
+    src, dst = tmp_path / "src", tmp_path / "dst"
+    fill(src, 9)
+    for i in (3, 4, 5):
+        flip_a_byte(src / f"data_{i}.pt")
+    report = convert(src, dst, segment_size=SEGMENT)
+    assert report.segments == 2
+    assert [q.name for q in report.quarantined] == ["data_3.pt", "data_4.pt", "data_5.pt"]
+    assert len((dst / "quarantine.jsonl").read_text().splitlines()) == 3
+    again = convert(src, dst, segment_size=SEGMENT)
+    assert (again.present, again.quarantined) == (6, report.quarantined)
