@@ -1,0 +1,5 @@
+"""``python -m hsloader``: the hsloader command."""
+
+from hsloader.cli.main import main
+
+main()

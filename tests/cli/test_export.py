@@ -1,0 +1,39 @@
+"""hsloader export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from tests.cli.conftest import Run
+
+
+def test_gives_the_sources_back(run: Run, dataset: Path, dump: Path, tmp_path: Path) -> None:
+    done = run("export", dataset, tmp_path / "out")
+    assert done.status == 0
+    assert "wrote 4 samples as speculators-list" in done.out
+    for path in dump.glob("*.pt"):
+        before, after = torch.load(path), torch.load(tmp_path / "out" / path.name)
+        assert before.keys() == after.keys()
+        assert torch.equal(before["input_ids"], after["input_ids"])
+        for one, other in zip(before["hidden_states"], after["hidden_states"], strict=True):
+            assert torch.equal(one.view(torch.int16), other.view(torch.int16))
+
+
+def test_json(run: Run, dataset: Path, tmp_path: Path) -> None:
+    document = run("export", dataset, tmp_path / "out", "--layout", "specforge-eagle3", "--json").document
+    assert document["samples"] == 4
+    assert document["renamed"]["data_0.pt"] == "data_0.ckpt"
+
+
+def test_an_unknown_layout_is_answered_with_those_there_are(run: Run, dataset: Path, tmp_path: Path) -> None:
+    done = run("export", dataset, tmp_path / "out", "--layout", "speculators")
+    assert done.status == 2
+    assert "speculators-list" in done.err
+
+
+def test_a_folder_with_something_in_it_is_left_alone(run: Run, dataset: Path, dump: Path) -> None:
+    done = run("export", dataset, dump)
+    assert done.status == 1
+    assert "expected an empty folder or nothing" in done.err

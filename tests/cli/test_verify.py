@@ -1,0 +1,48 @@
+"""hsloader verify."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.cli.conftest import Run
+
+
+def test_a_sound_dataset(run: Run, dataset: Path) -> None:
+    done = run("verify", dataset)
+    assert done.status == 0
+    assert done.out.startswith("sound: 4 samples, ")
+
+
+def test_some_samples_only(run: Run, dataset: Path) -> None:
+    done = run("verify", dataset, "--sample", 2)
+    assert done.status == 0
+    assert "2 samples of 4" in done.out
+
+
+def test_damage_is_named_and_gives_status_1(run: Run, dataset: Path) -> None:
+    shard = next((dataset / "segments").glob("*/hidden_states/c.0.0.0"))
+    data = bytearray(shard.read_bytes())
+    data[100] ^= 1
+    shard.write_bytes(data)
+    done = run("verify", dataset)
+    assert done.status == 1
+    assert "damaged: 1 problem" in done.out
+    assert str(shard) in done.out
+    assert "data_0.pt" in done.out
+
+    document = run("verify", dataset, "--json").document
+    assert document["ok"] is False
+    assert document["problems"][0]["samples"] == ["data_0.pt"]
+
+
+def test_json(run: Run, dataset: Path) -> None:
+    document = run("verify", dataset, "--json").document
+    assert document["ok"] is True
+    assert document["checked_samples"] == 4
+
+
+def test_no_dataset_is_one_line(run: Run, tmp_path: Path) -> None:
+    done = run("verify", tmp_path)
+    assert done.status == 1
+    assert done.err.startswith(f"error: {tmp_path}: not an hsloader dataset")
+    assert "Traceback" not in done.err
