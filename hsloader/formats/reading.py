@@ -250,15 +250,18 @@ def _in_runs(block: Block, parts: Sequence[Tensor], span: int, wanted: int) -> b
         block.crc == 0
         and block.data is None
         and span >= 2 * wanted
-        and all(_row_bytes(p) >= _RUN and _is_dense(p) and p.stride[0] * p.item_size >= _row_bytes(p) for p in parts)
+        and all(
+            _row_bytes(p) >= _RUN and _dense(p.shape[1:], p.stride[1:]) and p.stride[0] * p.item_size >= _row_bytes(p)
+            for p in parts
+        )
     )
 
 
-def _is_dense(part: Tensor) -> bool:
-    """Whether each row is one run of elements in the block."""
+def _dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether axes of these element strides are one run of elements."""
     step = 1
-    for size, stride in zip(reversed(part.shape[1:]), reversed(part.stride[1:]), strict=True):
-        if size != 1 and stride != step:
+    for size, gap in zip(reversed(shape), reversed(stride), strict=True):
+        if size != 1 and gap != step:
             return False
         step *= size
     return True
@@ -305,14 +308,9 @@ def _view(part: Tensor, start: int, stop: int, span: Bytes) -> Array:
 
 def _flat(rows: Array) -> list[Array]:
     """Rows ``[n, ...]`` as 2-D arrays side by side with contiguous last axis; copies only what cannot be a view."""
-    item = rows.itemsize
-    if rows.ndim == 1:
-        return [rows.reshape(-1, 1)]
-    if rows.shape[-1] > 1 and rows.strides[-1] != item:
+    if _dense(rows.shape[1:], [s // rows.itemsize for s in rows.strides[1:]]):
+        shape = (len(rows), int(np.prod(rows.shape[1:], dtype=np.int64)))
+        return [as_strided(rows, shape, (rows.strides[0], rows.itemsize), writeable=False)]
+    if rows.ndim == 2 or (rows.shape[-1] > 1 and rows.strides[-1] != rows.itemsize):
         return [np.ascontiguousarray(rows).reshape(len(rows), -1)]
-    if rows.ndim == 2:
-        return [rows if rows.strides[-1] == item else np.ascontiguousarray(rows)]
-    if all(rows.strides[i] == rows.strides[i + 1] * rows.shape[i + 1] for i in range(1, rows.ndim - 1)):
-        width = int(np.prod(rows.shape[1:]))
-        return [as_strided(rows, (len(rows), width), (rows.strides[0], item), writeable=False)]
     return [flat for i in range(rows.shape[1]) for flat in _flat(rows[:, i])]

@@ -1,0 +1,124 @@
+"""The walk: natural order, links, special files, other datasets; everything is in one of the lists."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from hsloader.formats.discover import Discovery, discover, natural_key
+
+
+def _made(root: Path, *names: str) -> None:
+    for name in names:
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x")
+
+
+def _names(found: Discovery) -> list[str]:
+    return [file.name for file in found.files]
+
+
+def test_natural_order_over_folders(tmp_path: Path) -> None:
+    _made(tmp_path, *(f"rows_{a}-{a + 2000}/data_{i}.pt" for a in (8000, 0, 10000) for i in (a, a + 10, a + 9)))
+    assert _names(discover(tmp_path)) == [
+        f"rows_{a}-{a + 2000}/data_{i}.pt" for a in (0, 8000, 10000) for i in (a, a + 9, a + 10)
+    ]
+    names = ["a", "a1", "a01", "a2", "a10", "a10b", "a" + "9" * 5000, "b/1", "b1", "é2", "é10"]
+    assert sorted(names, key=natural_key) == ["a", "a01", "a1", "a2", "a10", "a10b", names[6], "b/1", "b1", "é2", "é10"]
+    assert sorted(["data_10.pt", "data_9.pt", "data_٣.pt"], key=natural_key)[0] == "data_9.pt"
+
+
+def test_links_and_loops(tmp_path: Path) -> None:
+    src = tmp_path / "src"
+    _made(src, "z/data_1.pt")
+    _made(tmp_path, "elsewhere/data_2.pt")
+    (src / "a").symlink_to("z")
+    (src / "out").symlink_to("../elsewhere")
+    (src / "z" / "up").symlink_to("..")
+    (src / "self.pt").symlink_to("self.pt")
+    (src / "gone.pt").symlink_to("nowhere.pt")
+    (src / "notes.md").symlink_to("nowhere.md")
+    found = discover(src)
+    assert _names(found) == ["out/data_2.pt", "z/data_1.pt"]
+    assert {s.name for s in found.sidecars} == {"a", "z/up"}
+    reasons = {s.name: s.reason for s in found.bad}
+    assert "loop" in reasons["self.pt"]
+    assert "dangling link (to nowhere.pt)" in reasons["gone.pt"]
+
+
+def test_special_files_are_never_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "data_0.pt")
+    os.mkfifo(tmp_path / "pipe")
+    with socket.socket(socket.AF_UNIX) as server:
+        here = Path.cwd()
+        os.chdir(tmp_path)
+        try:
+            server.bind("socket.ckpt")
+        finally:
+            os.chdir(here)
+        found = discover(tmp_path)
+    assert not found.files
+    assert {s.name for s in found.bad} == {"data_0.pt", "socket.ckpt"}
+    assert {s.name for s in found.sidecars} == {"pipe"}
+
+
+def test_sidecars_hidden_files_and_other_datasets(tmp_path: Path) -> None:
+    sidecars = {
+        "token_freq.pt",
+        "vocab_mapping/vocab_mapping.pt",
+        "d2t.npy",
+        "t2d-32000.npy",
+        "sample_lengths.json",
+        "data_config.json",
+        "data_0.pt.lock",
+        "x.tmp",
+        "optimizer.pt",
+        "target_embeddings.safetensors",
+        "target_weights.safetensors",
+        "README.md",
+        "run.log",
+        "._data_0.pt",
+        ".DS_Store",
+        ".data_1.pt.swp",
+        ".ipynb_checkpoints/data_0.pt",
+        "unknown.xyz",
+    }
+    _made(tmp_path, "data_0.pt", "old/zarr.json", "old/data_9.pt", *sidecars)
+    found = discover(tmp_path)
+    assert _names(found) == ["data_0.pt"]
+    assert {s.name for s in found.sidecars} == {*sidecars, "old"}
+    assert found.files[0].lock
+
+
+def test_a_container_of_an_unknown_name_is_found_by_its_first_bytes(tmp_path: Path) -> None:
+    (tmp_path / "sample.blob").write_bytes(b"PK\x03\x04" + bytes(50))
+    assert _names(discover(tmp_path)) == ["sample.blob"]
+
+
+def test_one_file_and_no_file(tmp_path: Path) -> None:
+    _made(tmp_path, "data_0.pt")
+    assert _names(discover(tmp_path / "data_0.pt")) == ["data_0.pt"]
+    with pytest.raises(FileNotFoundError):
+        discover(tmp_path / "nothing")
+
+
+def test_a_folder_that_cannot_be_read_is_reported(tmp_path: Path, as_root: bool) -> None:
+    if as_root:
+        pytest.skip("permissions do not bind root")
+    _made(tmp_path, "closed/data_0.pt")
+    (tmp_path / "closed").chmod(0)
+    try:
+        (bad,) = discover(tmp_path).bad
+    finally:
+        (tmp_path / "closed").chmod(0o700)
+    assert "Permission denied" in bad.reason
+
+
+def test_names_that_are_no_utf8(tmp_path: Path) -> None:
+    (Path(os.fsdecode(os.fsencode(tmp_path) + b"/d\xff.pt"))).write_bytes(b"x")
+    (name,) = _names(discover(tmp_path))
+    assert os.fsencode(name) == b"d\xff.pt"

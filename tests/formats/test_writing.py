@@ -1,0 +1,135 @@
+"""What is written back is what was read: keys, dtypes, shapes and values, in every layout that can be written."""
+
+from __future__ import annotations
+
+import gzip
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hsloader.formats.source import SampleSource, open_sample  # noqa: E402
+from hsloader.formats.survey import survey  # noqa: E402
+from hsloader.formats.writing import WRITABLE, file_name, sample_writer  # noqa: E402
+from hsloader.store.fields import Field  # noqa: E402
+from tests.formats.making import HIDDEN, bits_of, listed, states  # noqa: E402
+from tests.shared_data import SHARED, needs_shared  # noqa: E402
+
+
+def _copy(sample: SampleSource, layout: str, out: Path) -> str:
+    """Read one sample and write it in a layout."""
+    fields = {
+        s.name: Field(name=s.name, dtype=s.dtype, shape=s.shape, source_dtype=s.source_dtype) for s in sample.specs
+    }
+    with open_sample(sample) as opened:
+        values = {s.name: opened.whole(s.name) for s in sample.specs}
+        extras = opened.extras()
+        opened.finish()
+    with sample_writer(layout, out) as writer:
+        return writer.write(sample.name, values, fields, extras)
+
+
+def _same(a: Any, b: Any) -> None:
+    """Two loaded values are alike: types, dtypes, shapes, bits."""
+    assert type(a) is type(b)
+    if isinstance(a, torch.Tensor):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        np.testing.assert_array_equal(bits_of(a), bits_of(b))
+    elif isinstance(a, Mapping):
+        assert set(a) == set(b)
+        for key in a:
+            _same(a[key], b[key])
+    elif isinstance(a, list):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            _same(x, y)
+    else:
+        assert a == b
+
+
+def _load(path: Path) -> Any:
+    data = path.read_bytes()
+    return torch.load(io.BytesIO(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data), weights_only=True)
+
+
+def _records() -> dict[str, dict[str, Any]]:
+    base = {"input_ids": torch.arange(10), "loss_mask": (torch.arange(10) > 3)}
+    aux, last = states(1, 10, 3 * HIDDEN), states(2, 10, HIDDEN)
+    return {
+        "speculators-list": {**listed(), "note": "text", "position_ids": torch.arange(10)},
+        "speculators-pair": {**base, "hidden_state": aux, "target": last},
+        "specforge-eagle3": {**base, "hidden_state": last[None], "aux_hidden_state": aux[None]},
+        "specforge-dspark": {**base, "hidden_states": aux[None], "target_last_hidden_states": last[None]},
+        "specforge-dflash": {**base, "hidden_states": aux[None]},
+    }
+
+
+@pytest.mark.parametrize("layout", list(_records()))
+@pytest.mark.parametrize("packed", [False, True])
+def test_torch_layouts(tmp_path: Path, layout: str, packed: bool) -> None:
+    record = _records()[layout]
+    suffix = (".ckpt.gz" if packed else ".ckpt") if layout.startswith("specforge") else ".pt"
+    name = f"rows_0-2000/data_3{suffix}"
+    (tmp_path / "src" / "rows_0-2000").mkdir(parents=True)
+    buffer = io.BytesIO()
+    torch.save(record, buffer)
+    data = buffer.getvalue()
+    (tmp_path / "src" / name).write_bytes(gzip.compress(data) if suffix.endswith("gz") else data)
+    (sample,) = survey(tmp_path / "src").samples
+    assert sample.layout == layout
+    assert _copy(sample, layout, tmp_path / "out") == name
+    _same(_load(tmp_path / "out" / name), record)
+    with pytest.raises(FileExistsError):
+        _copy(sample, layout, tmp_path / "out")
+    assert len(list((tmp_path / "out" / "rows_0-2000").iterdir())) == 1
+
+
+def test_specforge_without_layers(tmp_path: Path) -> None:
+    record = {**_records()["specforge-eagle3"], "aux_hidden_state": None}
+    (tmp_path / "src").mkdir()
+    torch.save(record, tmp_path / "src" / "data_0.ckpt")
+    (sample,) = survey(tmp_path / "src").samples
+    _copy(sample, "specforge-eagle3", tmp_path / "out")
+    _same(_load(tmp_path / "out" / "data_0.ckpt"), record)
+
+
+@needs_shared
+@pytest.mark.parametrize("name", ["speculators-0.9.0", "speculators-0.7.0-dflash", "speculators-0.9.0-fp8"])
+def test_arrow_folders(tmp_path: Path, name: str) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    library = pytest.importorskip("safetensors.torch")
+    source = SHARED / "golden" / "cases" / name / "source"
+    samples = survey(source).samples
+    with sample_writer("speculators-arrow", tmp_path / "out") as writer:
+        for sample in samples:
+            fields = {
+                s.name: Field(name=s.name, dtype=s.dtype, shape=s.shape, source_dtype=s.source_dtype)
+                for s in sample.specs
+            }
+            with open_sample(sample) as opened:
+                values = {s.name: opened.whole(s.name) for s in sample.specs}
+            written = writer.write(sample.name, values, fields, {})
+            _same(library.load_file(tmp_path / "out" / written), library.load_file(source / written))
+    tables = []
+    for folder in (source, tmp_path / "out"):
+        with pyarrow.OSFile(str(folder / "data-00000-of-00001.arrow")) as file:
+            tables.append(pyarrow.ipc.open_stream(file).read_all())
+    assert tables[0].schema.equals(tables[1].schema)
+    assert tables[0].to_pylist() == tables[1].to_pylist()
+    assert [s.name for s in survey(tmp_path / "out").samples] == [s.name for s in samples]
+
+
+def test_names_stay_below_the_folder() -> None:
+    for name in ("../data_0.pt", "/data_0.pt", "a/../../b.pt", ""):
+        with pytest.raises(ValueError, match="no path below a folder"):
+            file_name("speculators-list", name)
+    assert file_name("specforge-eagle3", "rows/data_1.pt") == "rows/data_1.ckpt"
+    assert file_name("speculators-list", "dump.pt#3") == "dump.pt-3.pt"
+    with pytest.raises(ValueError, match="cannot be written"):
+        sample_writer("vllm", ".")
+    assert len(WRITABLE) == 6
