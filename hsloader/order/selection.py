@@ -79,10 +79,10 @@ class Selection:
 
     def describe(self) -> str:
         """One line for the log: ``"10,000 samples -> 9,968: 32 with fewer than 4 supervised tokens left out; ..."``."""
-        if not self.steps:
+        effects = [step.effect for step in self.steps if not step.effect.startswith("0 ")]
+        if not effects:
             return f"{len(self):,} samples"
-        effects = "; ".join(step.effect for step in self.steps)
-        return f"{self.steps[0].before:,} samples -> {len(self):,}: {effects}"
+        return f"{self.steps[0].before:,} samples -> {len(self):,}: {'; '.join(effects)}"
 
 
 def chosen(samples: Sequence[int] | NDArray[np.int64], count: int) -> NDArray[np.int64]:

@@ -1,0 +1,172 @@
+"""Connection: the ring, its reader and all that hangs on them, made together and closed in the right order."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hsloader.batches.layout import BatchLayout
+from hsloader.batches.trainer import Trainer
+from hsloader.loading.delivery import Delivery, make_delivery
+from hsloader.loading.epochs import Epochs
+from hsloader.loading.ranks import Ranks
+from hsloader.loading.settings import LoaderSettings
+from hsloader.loading.stream import BatchStream
+from hsloader.monitor.counters import TrainerCounter, count_wait
+from hsloader.monitor.header import take_snapshot
+from hsloader.monitor.lines import Opening
+from hsloader.monitor.neighbours import job_name
+from hsloader.monitor.reporter import Reporter
+from hsloader.monitor.voice import say
+from hsloader.order.sequence import BatchSequence
+from hsloader.reader.client import FeederClient
+from hsloader.reader.limits import cpu_share, default_budget, ranks_on_node
+from hsloader.reader.pieces import span_offsets
+from hsloader.reader.ring import RingShape
+from hsloader.store.dataset import Dataset
+
+__all__ = ["Connection", "connect", "largest_batch"]
+
+
+def largest_batch(
+    dataset: Dataset, trainer: Trainer, usable: NDArray[np.int64], plan: BatchSequence | None = None
+) -> int:
+    """Bytes of the largest batch, as it lies in the ring: that these samples can make, or that is in ``plan``."""
+    lengths, spans = dataset.lengths, trainer.spans
+    if plan is None or trainer.packed:
+        rows = [trainer.largest_rows(lengths[usable])]
+    else:
+        rows = [trainer.lay_out(samples, lengths[samples]).rows for samples in plan]
+    widths = [span.field.row_bytes for span in spans]
+    sizes = [span_offsets([found[span.name] for span in spans], widths)[1] for found in rows]
+    return RingShape.round_slot(max(sizes, default=0))
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Connection:
+    """What a loader talks to while it runs."""
+
+    dataset: Dataset
+    trainer: Trainer
+    settings: LoaderSettings
+    ranks: Ranks
+    client: FeederClient
+    stream: BatchStream
+    delivery: Delivery
+    reporter: Reporter
+
+    def close(self) -> None:
+        """End the transfers, then the reader and the ring."""
+        self.delivery.close()
+        self.client.close()
+
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[None]:
+        """Count the time inside as time inside ``next()``."""
+        begun = time.monotonic_ns()
+        self._counters[TrainerCounter.NEXT_SINCE] = begun
+        try:
+            yield
+        finally:
+            spent = time.monotonic_ns() - begun
+            counters = self._counters  # those of another ring, if that was replaced
+            counters[TrainerCounter.NEXT_SINCE] = 0
+            counters[TrainerCounter.NEXT_NS] += spent
+        count_wait(counters, spent)
+
+    def epoch_begins(self, epoch: int, batches: int) -> None:
+        """Note the epoch that is iterated now."""
+        counters = self._counters
+        counters[TrainerCounter.EPOCH] = epoch
+        counters[TrainerCounter.EPOCH_BATCHES] = batches
+        counters[TrainerCounter.POSITION] = 0
+        self.reporter.epoch_began()
+
+    def count(self, layout: BatchLayout, position: int) -> None:
+        """Note a batch that is about to be handed out, the ``position``-th of its iteration."""
+        counters = self._counters
+        first = layout.pieces[layout.pieces["span"] == 0]
+        counters[TrainerCounter.SAMPLES] += len(layout.samples) - layout.dropped
+        counters[TrainerCounter.TOKENS] += int((first["stop"] - first["start"]).sum())
+        counters[TrainerCounter.ROWS] += layout.rows[self.trainer.spans[0].name]
+        counters[TrainerCounter.BATCHES] += 1
+        counters[TrainerCounter.POSITION] = position
+        self.reporter.batch_done()
+
+    def announce(self, epochs: Epochs, *, batches: int, left_out: int) -> None:
+        """The opening lines: what there is, how it is read, and what split and filters did."""
+        client, dataset = self.client, self.dataset
+        usable = epochs.usable
+        tokens = int(self.trainer.cut(dataset.lengths[usable]).sum())
+        self.reporter.opened(
+            Opening(
+                dataset=str(dataset.path),
+                samples=len(usable),
+                tokens=tokens,
+                raw_bytes=tokens * sum(dataset.fields[name].row_bytes for name in self.trainer.needs),
+                stored_bytes=dataset.manifest.stored_bytes,
+                batches=batches,
+                rank=self.ranks.rank,
+                world=self.ranks.world,
+                mode=client.mode,
+                reason=client.mode_reason,
+                slots=client.slots,
+                slot_bytes=client.slot_bytes,
+            )
+        )
+        described = epochs.describe()
+        more = (
+            f"; {left_out} batches make no full step for {self.ranks.world} ranks and are left out" if left_out else ""
+        )
+        if more or described != f"{len(dataset):,} samples":
+            say(f"{self.settings.split}: {described}{more}")
+
+    @property
+    def _counters(self) -> Any:
+        return self.client.counters
+
+
+def connect(
+    dataset: Dataset, trainer: Trainer, settings: LoaderSettings, ranks: Ranks, *, slot_bytes: int, workers: int
+) -> Connection:
+    """A ring for batches of up to ``slot_bytes``, and its reader, which is not started yet.
+
+    ``workers`` processes share what is this rank's.  ``ValueError`` if the budget is under three batches.
+    """
+    read = settings.read
+    if workers > 1 and read.threads is None:
+        read = replace(read, threads=max(1, cpu_share() // workers))
+    budget = read.prefetch
+    client = FeederClient(
+        dataset,
+        [span.field.name for span in trainer.spans],
+        slot_bytes=slot_bytes,
+        budget=default_budget(slot_bytes, ranks_on_node() * workers) if budget is None else budget,
+        options=read,
+        info={
+            "rank": ranks.rank,
+            "world": ranks.world,
+            "job": job_name(),
+            "split": settings.split,
+            "trainer": trainer.title,
+            "device": str(settings.device),
+        },
+    )
+    reporter = Reporter(
+        lambda: take_snapshot(client.ring.fd), rank=ranks.rank, world=ranks.world, log_every=settings.log_every
+    )
+    stream = BatchStream(
+        dataset,
+        trainer,
+        client,
+        on_bad=settings.on_bad,
+        stall_after=settings.stall_after,
+        stalled=lambda seconds, key: reporter.stalled(seconds),
+    )
+    return Connection(dataset, trainer, settings, ranks, client, stream, make_delivery(trainer, settings), reporter)

@@ -1,0 +1,150 @@
+"""LoaderSettings: everything a script says about its batches, checked as far as that needs no dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypedDict
+
+from hsloader.batches.noise import GaussianNoise, UniformNoise
+from hsloader.batches.orders import ORDER_NAMES
+from hsloader.batches.trainer import SequenceParallel
+from hsloader.order.splits import OWN_SPLITS
+from hsloader.reader.options import ReadOptions
+
+__all__ = ["LoaderOptions", "LoaderSettings"]
+
+
+class LoaderOptions(TypedDict, total=False):
+    """The keywords of ``DataLoader``; ``LoaderSettings`` says what they mean."""
+
+    trainer: str
+    variant: str | None
+    max_tokens: int | None
+    batch_size: int | None
+    max_length: int | None
+    long: Literal["truncate", "drop"]
+    hidden_states_dtype: str | None
+    sequence_parallel: SequenceParallel | None
+    collate: Callable[[list[dict[str, Any]]], Any] | None
+    split: str
+    val_ratio: float
+    split_by: str
+    samples: Sequence[int] | None
+    min_loss_tokens: int
+    seed: int
+    epoch: int
+    shuffle: bool | None
+    order: str
+    drop_last: bool | None
+    batch_sampler: Iterable[Sequence[int]] | None
+    rank: int | None
+    world_size: int | None
+    device: Any
+    pin_memory: bool
+    noise: UniformNoise | GaussianNoise | None
+    norm_state: Literal["pre", "post"] | None
+    layer_ids: Sequence[int] | None
+    on_bad: Literal["raise", "skip"]
+    stall_after: float
+    log_every: float
+    read: ReadOptions
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoaderSettings:
+    """What ``DataLoader`` and ``HiddenStateDataset`` take.
+
+    The batch: ``trainer`` (a name such as ``"speculators-0.9"``, ``"specforge-0.2"`` or ``"raw"``) and its ``variant``
+    (default ``"eagle3"``); ``max_tokens`` of a packed batch or ``batch_size`` samples of a padded one; ``max_length``
+    tokens are used of a sample, a longer one is cut or left out (``long="truncate"`` or ``"drop"``);
+    ``hidden_states_dtype`` as torch names it (default: the trainer's own); ``sequence_parallel`` (SpecForge);
+    ``collate`` makes a batch of raw's list of samples.
+
+    The samples: ``split`` ``"train"``, ``"val"`` or ``"all"``, of which ``val_ratio`` is for validation, by a hash of
+    each sample's name (``split_by="name"``) or as the trainer does it (``"trainer"``, ``"contiguous"``,
+    ``"shuffled-files"``); ``samples``, explicit dataset indices; ``min_loss_tokens``, supervised tokens that a sample
+    must have.
+
+    The order: ``seed``, ``epoch`` to begin with, ``shuffle`` (default: all but ``"val"``); ``order`` ``"hsloader"``
+    (the same global sequence for any number of ranks), ``"trainer"`` or one by name; ``drop_last``; or
+    ``batch_sampler``, a finite iterable of lists of dataset indices, whose order, split and ranks are the caller's.
+
+    The process: the data-parallel ``rank`` of ``world_size``, ``device`` of the batches, ``pin_memory`` for CPU ones,
+    ``noise`` on states; ``norm_state`` and ``layer_ids`` say what the script expects of the data.  ``on_bad``: a sample
+    whose bytes are damaged raises ``DamageError`` or leaves its batch (``"skip"``).  ``stall_after`` seconds of waiting
+    are reported, and a line of progress comes every ``log_every`` seconds (0: never).  ``read``: how to read.
+    """
+
+    trainer: str
+    variant: str | None = None
+    max_tokens: int | None = None
+    batch_size: int | None = None
+    max_length: int | None = None
+    long: Literal["truncate", "drop"] = "truncate"
+    hidden_states_dtype: str | None = None
+    sequence_parallel: SequenceParallel | None = None
+    collate: Callable[[list[dict[str, Any]]], Any] | None = None
+    split: str = "train"
+    val_ratio: float = 0.0
+    split_by: str = "name"
+    samples: Sequence[int] | None = None
+    min_loss_tokens: int = 0
+    seed: int = 0
+    epoch: int = 0
+    shuffle: bool | None = None
+    order: str = "hsloader"
+    drop_last: bool | None = None
+    batch_sampler: Iterable[Sequence[int]] | None = None
+    rank: int | None = None
+    world_size: int | None = None
+    device: Any = "cpu"
+    pin_memory: bool = False
+    noise: UniformNoise | GaussianNoise | None = None
+    norm_state: Literal["pre", "post"] | None = None
+    layer_ids: Sequence[int] | None = None
+    on_bad: Literal["raise", "skip"] = "raise"
+    stall_after: float = 10.0
+    log_every: float = 60.0
+    read: ReadOptions = field(default_factory=ReadOptions)
+
+    def __post_init__(self) -> None:
+        for name, known in (
+            ("split", ("train", "val", "all")),
+            ("split_by", ("name", "trainer", *OWN_SPLITS)),
+            ("order", ORDER_NAMES),
+            ("on_bad", ("raise", "skip")),
+            ("long", ("truncate", "drop")),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(map(repr, known))}")
+        for name in ("seed", "epoch", "min_loss_tokens"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name}={value!r}: expected a whole number")
+        if self.epoch < 0:
+            raise ValueError(f"epoch={self.epoch}: epochs count from 0")
+        if not (self.stall_after > 0 and self.log_every >= 0):
+            raise ValueError(f"stall_after={self.stall_after}, log_every={self.log_every}: expected seconds above 0")
+        self._refuse_contradictions()
+
+    def _refuse_contradictions(self) -> None:
+        if self.collate is not None and self.trainer != "raw":
+            raise ValueError("collate= makes batches of single samples: use it with trainer='raw'")
+        if self.samples is not None and (self.val_ratio or self.split != "train" or self.split_by != "name"):
+            raise ValueError("samples= names the samples: give no split=, val_ratio= or split_by= with it")
+        if self.batch_sampler is None:
+            return
+        given = {
+            "samples": self.samples is not None,
+            "val_ratio": bool(self.val_ratio),
+            "min_loss_tokens": bool(self.min_loss_tokens),
+            "order": self.order != "hsloader",
+            "shuffle": self.shuffle is not None,
+            "long": self.long != "truncate",
+            "rank": self.rank is not None or self.world_size is not None,
+        }
+        if named := [name for name, wrong in given.items() if wrong]:
+            raise ValueError(
+                f"batch_sampler= decides which samples come when, on which rank: give no {named[0]}= with it"
+            )

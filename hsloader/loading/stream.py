@@ -1,0 +1,221 @@
+"""BatchStream: asks the reader for a rank's batches ahead of time, in order, and waits for the one that is due.
+
+A batch is named by its epoch and its number in the epoch's global sequence, never by how often something was called:
+whatever ctrl-C interrupts can be called again.  What was asked is a fact of the client.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from hsloader.batches.layout import BatchLayout
+from hsloader.batches.trainer import Trainer
+from hsloader.errors import DamageError, DatasetError
+from hsloader.order.sequence import BatchSequence
+from hsloader.reader.batch import BadSample
+from hsloader.reader.client import FeederClient
+from hsloader.reader.counters import TrainerCounter
+from hsloader.reader.lease import Filled
+from hsloader.reader.pieces import PIECES, BatchRequest
+from hsloader.store.dataset import Dataset
+
+__all__ = ["BatchStream", "Fetched", "Target"]
+
+_log = logging.getLogger("hsloader")
+
+_NUMBERS = 1 << 40  # more batches than an epoch has: epoch and number in one key
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Target:
+    """What a rank takes of an epoch: ``numbers`` of its global batches, in order."""
+
+    epoch: int
+    plan: BatchSequence
+    numbers: range
+
+    def key(self, number: int) -> int:
+        """The batch's name towards the reader."""
+        return self.epoch * _NUMBERS + number
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Fetched:
+    """A batch as it lies in the ring, checked."""
+
+    key: int
+    epoch: int
+    number: int
+    layout: BatchLayout
+    filled: Filled
+
+
+class BatchStream:
+    """The batches of one ``Target`` after another.  ``then`` gives the target that probably follows, or None.
+
+    ``stalled`` is called with the seconds waited and the batch's key when a batch takes longer than ``stall_after``,
+    and again now and then.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        trainer: Trainer,
+        client: FeederClient,
+        *,
+        on_bad: Literal["raise", "skip"],
+        stall_after: float,
+        stalled: Callable[[float, int], None],
+    ) -> None:
+        self.client = client
+        self._dataset = dataset
+        self._trainer = trainer
+        self._on_bad = on_bad
+        self._stall_after = stall_after
+        self._stalled = stalled
+        self._mask = next((i for i, span in enumerate(trainer.spans) if span.name == "loss_mask"), None)
+        self._layouts: dict[int, tuple[BatchSequence, BatchLayout]] = {}
+        self._lost: set[int] = set()
+        self._target: Target | None = None
+        self._then: Callable[[], Target | None] = lambda: None
+        self._ahead: list[tuple[Target, int]] = []  # targets and how many of their batches were asked
+
+    @property
+    def lost(self) -> frozenset[int]:
+        """Samples that were found damaged and are left out."""
+        return frozenset(self._lost)
+
+    def aim(self, target: Target, then: Callable[[], Target | None]) -> None:
+        """From now on the batches of ``target`` are due; what was asked for something else is forgotten."""
+        due = {target.key(number) for number in target.numbers[: self.client.slots]}
+        asked = [(key, plan) for key, (plan, _) in self._layouts.items() if key in self.client]
+        if any(key not in due or plan is not target.plan for key, plan in asked):
+            self.forget()
+        self._target, self._then = target, then
+        self._ahead = [(target, 0)]
+
+    def forget(self) -> None:
+        """Nothing that was asked is wanted."""
+        self._layouts.clear()
+        self._ahead = []
+        self.client.abandon()
+
+    def ask(self) -> None:
+        """Ask for as many batches as the ring has room for."""
+        for at in range(2):
+            if at == len(self._ahead):
+                following = self._then()
+                if following is None:
+                    return
+                self._ahead.append((following, 0))
+            target, asked = self._ahead[at]
+            while asked < len(target.numbers):
+                if not self._submit(target, target.numbers[asked]):
+                    return
+                asked += 1
+                self._ahead[at] = target, asked
+
+    def fetch(self, number: int) -> Fetched:
+        """The batch of that number of the target, waiting for it.
+
+        Raises ``DamageError`` for bytes that cannot be had, or, under ``on_bad="skip"``, for a batch that cannot go
+        without them; ``FeederError`` if the reader died for good.
+        """
+        target = self._target
+        assert target is not None
+        key = target.key(number)
+        while True:
+            self.ask()
+            if key not in self.client and not self._submit(target, number):
+                self._make_room(key)
+                continue
+            filled = self._wait(key)
+            layout = self._layouts[key][1]
+            if not filled.bad:
+                self._check(layout, filled)
+                return Fetched(key, target.epoch, number, layout, filled)
+            self._judge(filled.bad)
+            self.done(key)  # and ask again without the lost samples: the batch stays, its rows change
+
+    def peek(self, number: int) -> Fetched | None:
+        """The batch of that number if it is there and flawless; never waits, never raises for its data."""
+        target = self._target
+        assert target is not None
+        key = target.key(number)
+        if key not in self.client or not self.client.ready(key):
+            return None
+        filled = self.client.wait(key, 0.0)
+        if filled is None or filled.bad:
+            return None
+        layout = self._layouts[key][1]
+        try:
+            self._check(layout, filled)
+        except DatasetError:
+            return None
+        return Fetched(key, target.epoch, number, layout, filled)
+
+    def done(self, key: int) -> None:
+        """The batch was copied, or is held: the ring needs to keep it no more."""
+        self.client.done(key)
+        self._layouts.pop(key, None)
+
+    def _submit(self, target: Target, number: int) -> bool:
+        key = target.key(number)
+        if key in self.client:
+            return True
+        plan, layout = self._layouts.get(key, (None, None))
+        if layout is None or plan is not target.plan:
+            samples = target.plan[number]
+            layout = self._trainer.lay_out(samples, self._dataset.lengths[samples], self._lost)
+            self._layouts[key] = target.plan, layout
+        rows = tuple(layout.rows[span.name] for span in self._trainer.spans)
+        return self.client.submit(key, BatchRequest(rows, layout.pieces.view(PIECES)))
+
+    def _check(self, layout: BatchLayout, filled: Filled) -> None:
+        self._trainer.check(layout, None if self._mask is None else filled.spans[self._mask])
+
+    def _wait(self, key: int) -> Filled:
+        begun, pause = time.monotonic(), self._stall_after
+        while (filled := self.client.wait(key, pause)) is None:
+            self._stalled(time.monotonic() - begun, key)
+            pause = max(pause, 60.0)
+        return filled
+
+    def _make_room(self, key: int) -> None:
+        """Get a free slot for a batch that is due and was not asked, as an interrupted call can leave it."""
+        begun, pause = time.monotonic(), self._stall_after
+        if any(other in self.client for other in self._layouts if other != key):
+            target, then = self._target, self._then
+            assert target is not None
+            self.forget()
+            self.aim(target, then)
+        while not self.client.wait_free(pause):
+            self._stalled(time.monotonic() - begun, key)
+            pause = max(pause, 60.0)
+
+    def _judge(self, bad: Sequence[BadSample]) -> None:
+        """Raise for bad samples, or note that they are left out from now on."""
+        text = self._describe(bad[0])
+        count = len({entry.sample for entry in bad})
+        more = f" (and {count - 1} more samples of this batch)" if count > 1 else ""
+        if self._on_bad == "raise":
+            raise DamageError(
+                f"{text}{more}; run: hsloader verify {self._dataset.path}; on_bad='skip' leaves such samples out"
+            )
+        fresh = {entry.sample for entry in bad} - self._lost
+        self._lost |= fresh
+        self._layouts = {key: laid for key, laid in self._layouts.items() if key in self.client}
+        self.client.counters[TrainerCounter.SKIPPED] += len(fresh)
+        _log.warning("%s%s; left out, as on_bad='skip' says: %d so far", text, more, len(self._lost))
+
+    def _describe(self, entry: BadSample) -> str:
+        try:
+            name = f" {self._dataset.name(entry.sample)!r}"
+        except DamageError:
+            name = ""
+        place = f"{entry.path}, chunk {entry.chunk}" if entry.chunk >= 0 else entry.path
+        return f"sample {entry.sample}{name} of {self._dataset.path}: {entry.field}: {place}: {entry.text}"
