@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "ReadOptions": "hsloader.reader.options",
     "Writer": "hsloader.store.writer",
+    "bench": "hsloader.benchmark.api",
     "convert": "hsloader.conversion.api",
     "export": "hsloader.conversion.export",
     "inspect": "hsloader.conversion.inspection",
@@ -52,6 +53,7 @@ __all__ = [
     "StateError",
     "StoreBusyError",
     "Writer",
+    "bench",
     "convert",
     "export",
     "inspect",
@@ -60,6 +62,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from hsloader.benchmark.api import bench
     from hsloader.conversion.api import convert
     from hsloader.conversion.export import export
     from hsloader.conversion.inspection import inspect

@@ -28,6 +28,7 @@ PUBLIC = [
     "StateError",
     "StoreBusyError",
     "Writer",
+    "bench",
     "convert",
     "export",
     "inspect",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Annotated, ParamSpec
 
@@ -11,7 +12,7 @@ import typer
 from hsloader.cli import output
 from hsloader.errors import HsloaderError
 
-__all__ = ["FAILED", "INTERRUPTED", "SET_ASIDE", "Json", "Quiet", "Traceback", "clear_errors"]
+__all__ = ["FAILED", "INTERRUPTED", "SET_ASIDE", "Json", "Quiet", "Traceback", "clear_errors", "parse_size"]
 
 FAILED = 1
 SET_ASIDE = 3
@@ -22,6 +23,17 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 Traceback = Annotated[bool, typer.Option("--traceback", help="Show where in the code an error came from.")]
 
 P = ParamSpec("P")
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*\Z", flags=re.IGNORECASE)
+
+
+def parse_size(text: str) -> int:
+    """The bytes that ``500MB``, ``8GiB`` or a plain number mean."""
+    match = _SIZE.match(text)
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is not a size; expected for example 500MB, 8GiB or a number of bytes")
+    power = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}[match[2].lower()]
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
 def clear_errors(command: Callable[P, int | None]) -> Callable[P, None]:

@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperCommand
 
 from hsloader.cli import output
-from hsloader.cli.common import Json, Quiet, Traceback, clear_errors
+from hsloader.cli.common import Json, Quiet, Traceback, clear_errors, parse_size
 from hsloader.cli.progress import ProgressDisplay, show_progress
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Command", "convert", "convert_with_progress", "print_report"]
 
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*\Z", flags=re.IGNORECASE)
 _EXACT = "exact"  # what a bare --delete-source means
 _DELETE: dict[str | None, Literal["lossy"] | bool] = {None: False, _EXACT: True, "lossy": "lossy"}
 
@@ -31,14 +30,6 @@ class Command(TyperCommand):
         """Give a bare ``--delete-source`` its value, then parse as usual."""
         given = [f"{argument}={_EXACT}" if argument == "--delete-source" else argument for argument in args]
         return list(super().parse_args(ctx, given))
-
-
-def _size(text: str) -> int:
-    match = _SIZE.match(text)
-    if match is None:
-        raise typer.BadParameter(f"{text!r} is not a size; expected for example 500MB, 8GiB or a number of bytes")
-    power = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}[match[2].lower()]
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
 def _layer_ids(text: str) -> list[int]:
@@ -114,7 +105,9 @@ def convert(
     quiet: Quiet = False,
     traceback: Traceback = False,
 ) -> int:
-    """Convert producers' files into a dataset. Interrupted? Type the same command again.
+    """Convert producers' files into a dataset.
+
+    Interrupted? Type the same command again.
 
     Exit status 0: everything is in the dataset; 3: everything but what is listed as set aside; 1: failed; 2: the
     command line is wrong. After a failure DST holds what was finished, and the same command goes on from there.
@@ -137,7 +130,7 @@ def convert(
         notes=note or (),
         codec=codec,
         bf16_as=bf16_as,
-        segment_size=None if segment_size is None else _size(segment_size),
+        segment_size=None if segment_size is None else parse_size(segment_size),
         typical_length=typical_length,
         trim_padding=trim_padding,
         workers=workers,

@@ -79,9 +79,9 @@ def test_a_wrong_option_is_a_usage_error(run: Run, dump: Path, tmp_path: Path, o
 
 @pytest.mark.parametrize(("text", "size"), [("1MiB", 1 << 20), ("2mb", 2_000_000), ("1.5 MB", 1_500_000)])
 def test_sizes_have_units(run: Run, dump: Path, tmp_path: Path, text: str, size: int) -> None:
-    from hsloader.cli.convert import _size
+    from hsloader.cli.common import parse_size
 
-    assert _size(text) == size
+    assert parse_size(text) == size
     assert run("convert", dump, tmp_path / "new.hs", "--segment-size", text).status == 0
 
 

@@ -1,0 +1,111 @@
+"""Measures the stock way with .pt files: torch.load in a torch DataLoader, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hsloader._launch import Child, launch
+from hsloader.benchmark.residency import drop, resident_share, state_of
+from hsloader.benchmark.results import Measurement, State
+from hsloader.benchmark.timing import Deadline
+
+__all__ = ["measure_stock"]
+
+_ENTRY = "hsloader.benchmark.stock_child:main"
+_START_SECONDS = 60.0  # importing torch from a cold disk takes long
+_SETTINGS = ((4, True), (0, True), (2, True), (4, False), (0, False))  # (workers, mmap)
+
+
+def measure_stock(
+    files: Sequence[Path],
+    deadline: Deadline,
+    *,
+    may_drop: bool,
+    seconds: float = 1.5,
+    progress: Callable[[str], None] = lambda name: None,
+) -> list[Measurement]:
+    """Load ``files`` once for each setting of workers and mmap; cold first if ``may_drop`` (they are ours).
+
+    ``OSError`` with the child's last words if it dies.
+    """
+    child = launch(_ENTRY, args={"files": [str(file) for file in files]}, name="stock loader")
+    try:
+        _ask(child, {}, _START_SECONDS)
+        found: list[Measurement] = []
+        plans = [(workers, mapped, state) for state in ("cold", "warm") for workers, mapped in _SETTINGS]
+        if not may_drop:
+            plans = plans[len(_SETTINGS) :]
+        for number, (workers, mapped, wanted) in enumerate(plans):
+            if deadline.left < 0.2 and found:
+                break
+            name = f"torch.load(mmap={mapped}), {workers} workers"
+            progress(name)
+            if wanted == "cold":
+                _drop_all(files)
+            state = _state(files)
+            limit = deadline.share(seconds, len(plans) - number)
+            answer = _ask(child, {"workers": workers, "mmap": mapped, "seconds": limit}, limit + _START_SECONDS)
+            size, elapsed = int(answer["size"]), float(answer["seconds"])
+            found.append(
+                Measurement(
+                    part="stock",
+                    name=name,
+                    rate=size / elapsed if elapsed else 0.0,
+                    size=size,
+                    seconds=elapsed,
+                    state=state,
+                    settings={"workers": workers, "mmap": mapped},
+                    first_seconds=float(answer["first"]),
+                    cpu_seconds_a_gb=float(answer["cpu"]) / (size / 1e9) if size else None,
+                )
+            )
+        return found
+    finally:
+        child.close(1.0)
+
+
+def _ask(child: Child, request: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """Send one line, wait for one line."""
+    if request:
+        child.channel.sendall(json.dumps(request).encode() + b"\n")
+    data = b""
+    until = time.monotonic() + seconds
+    while not data.endswith(b"\n"):
+        if not select.select([child.channel], [], [], max(0.0, until - time.monotonic()))[0]:
+            raise TimeoutError(f"the stock loader gave no answer for {seconds:.0f} s")
+        more = child.channel.recv(65536)
+        if not more:
+            child.wait(2.0)
+            raise OSError(f"the stock loader ended: {child.ending()}")
+        data += more
+    answer: dict[str, Any] = json.loads(data)
+    if "error" in answer:
+        raise OSError(answer["error"])
+    return answer
+
+
+def _drop_all(files: Sequence[Path]) -> None:
+    for file in files:
+        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            drop(fd)
+        finally:
+            os.close(fd)
+
+
+def _state(files: Sequence[Path]) -> State:
+    shares = []
+    for file in files:
+        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            shares.append(resident_share(fd))
+        finally:
+            os.close(fd)
+    found = state_of(sum(shares) / max(1, len(shares)))
+    return "cold" if found == "cold" else "warm" if found == "warm" else "mixed"

@@ -1,0 +1,126 @@
+"""hsloader bench PATH: what disk, processor and bus give here, what bounds a training run, which options suit it."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hsloader.cli import output
+from hsloader.cli.common import FAILED, Json, Quiet, Traceback, clear_errors, parse_size
+from hsloader.cli.progress import ProgressDisplay
+
+if TYPE_CHECKING:
+    from hsloader.benchmark.api import BenchProgress
+    from hsloader.benchmark.results import BenchReport
+
+__all__ = ["bench"]
+
+
+@clear_errors
+def bench(
+    path: Annotated[
+        Path, typer.Argument(help="A dataset, a folder of .pt files, or a folder on the disk in question.")
+    ],
+    *,
+    tokens_per_second: Annotated[float | None, typer.Option(help="What training takes in on one GPU.")] = None,
+    step_ms: Annotated[
+        float | None, typer.Option(help="Or: the milliseconds of a step, with --tokens-per-step.")
+    ] = None,
+    tokens_per_step: Annotated[int | None, typer.Option(help="Tokens of one step on one GPU: the batch.")] = None,
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs that share this machine.")] = 1,
+    seconds: Annotated[float, typer.Option(min=0.5, help="About how long to measure.")] = 30.0,
+    scratch: Annotated[
+        int,
+        typer.Option(parser=parse_size, metavar="SIZE", help="Bytes of scratch, and of each disk measurement."),
+    ] = 1 << 30,
+    threads: Annotated[int | None, typer.Option(min=1, help="Most decode threads. [default: the cores]")] = None,
+    hidden_size: Annotated[int, typer.Option(min=1, help="Of synthetic samples, where PATH has none.")] = 7168,
+    drop_cache: Annotated[
+        bool, typer.Option("--drop-cache", help="Drop the dataset's own files from the page cache, to read them cold.")
+    ] = False,
+    report: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.html", help="Also write a page with plots (pip install hsloader[report])."),
+    ] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    traceback: Traceback = False,
+) -> int:
+    """Measure disk, decoding, pipeline and GPU copies; say what bounds training, and recommend ReadOptions.
+
+    Leaves nothing behind, needs no privileges, and drops no page of anybody's files but its own scratch.
+    """
+    if report is not None and importlib.util.find_spec("matplotlib") is None:
+        output.line("--report needs matplotlib: pip install hsloader[report]", style="bad", err=True)
+        return FAILED
+    import hsloader
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _leave)
+    with ProgressDisplay(quiet=quiet or as_json) as display:
+
+        def show(state: BenchProgress) -> None:
+            done = min(state.elapsed, state.seconds)
+            display.show("bench", int(done), int(state.seconds), unit="s", rate=0.0, note=f"{state.part}: {state.name}")
+
+        try:
+            found = hsloader.bench(
+                path,
+                tokens_per_second=tokens_per_second,
+                step_ms=step_ms,
+                tokens_per_step=tokens_per_step,
+                gpus=gpus,
+                seconds=seconds,
+                scratch_bytes=scratch,
+                threads=threads,
+                hidden_size=hidden_size,
+                drop_cache=drop_cache,
+                progress=show,
+            )
+        except ValueError as problem:
+            if traceback:
+                raise
+            raise typer.BadParameter(str(problem)) from None
+    if report is not None:
+        found.save(report)
+    if as_json:
+        output.print_json(found.to_dict())
+    else:
+        _print(found, report)
+    return 0
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """A signal that ends the command runs its clean-up first."""
+    raise SystemExit(128 + number)
+
+
+def _print(found: BenchReport, page: Path | None) -> None:
+    from hsloader.benchmark.words import HEADINGS, PART_TITLES, cells, machine_text
+
+    output.line(f"{output.printable(found.path)}: {found.subject}", style="bold")
+    output.line(f"  {output.printable(machine_text(found))}")
+    for part, title in PART_TITLES.items():
+        rows = [cells(item) for item in found.of(part)]
+        if rows:
+            output.heading(title)
+            used = [i for i in range(len(HEADINGS)) if any(row[i] for row in rows)]
+            table = [[row[i] for i in used] for row in (list(HEADINGS), *rows)]
+            output.columns(table, right=[used.index(i) for i in (2, 3, 4, 5) if i in used])
+    output.listing("notes", [(note, "") for note in found.notes], style="dim")
+    output.heading("verdict")
+    headspace = found.verdict.headspace
+    output.line(
+        f"  {found.verdict.sentence}", style=None if headspace is None else "good" if headspace >= 1 else "warn"
+    )
+    output.heading("recommended")
+    output.line(f"  {found.options_python()}")
+    output.line(f"  {found.options_json()}")
+    if page is not None:
+        output.line()
+        output.line(f"the page with plots: {output.printable(page)}")
