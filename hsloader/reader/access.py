@@ -27,8 +27,12 @@ __all__ = ["Access", "Buffer", "Buffers", "OpenShard", "OpenShards", "populate_f
 Bytes = npt.NDArray[np.uint8]
 
 _PAGE = mmap.PAGESIZE
+# Samples of so many encoded bytes are brought in by pages of 2 MiB: measured cold, 0.03 s of CPU time a GB where 4 KiB
+# pages take 0.3, and twice the rate. For smaller ones the ends that a 2 MiB page reads in vain would cost more.
+LARGE_SAMPLE = 16 << 20
+
 _DIRECT_ALIGNMENT = 4096  # of offset, length and address; no disk in use wants more
-_WILLNEED, _DONTNEED = 3, 4
+_RANDOM, _WILLNEED, _DONTNEED, _HUGEPAGE = 1, 3, 4, 14
 _POPULATE_READ, _POPULATE_WRITE = 22, 23  # Linux 5.14
 
 # mmap.madvise holds the GIL, and populating waits for the disk: ctypes releases it.
@@ -44,12 +48,13 @@ def populate_for_writing(memory: Bytes) -> None:
 class OpenShard:
     """An open shard: the store's handle, and what the read mode needs (a map, or a second descriptor)."""
 
-    __slots__ = ("__weakref__", "address", "direct", "handle", "index", "map", "path")
+    __slots__ = ("__weakref__", "address", "direct", "handle", "index", "large", "map", "path")
 
-    def __init__(self, handle: ShardHandle, mode: str) -> None:
+    def __init__(self, handle: ShardHandle, mode: str, large: bool) -> None:
         self.handle = handle
         self.path: Path = handle.path
         self.index = handle.index
+        self.large = large
         self.map: Bytes | None = None
         self.address = 0
         self.direct = -1
@@ -57,8 +62,14 @@ class OpenShard:
             # Both the map and the array live until the last view of them is gone.
             self.map = np.frombuffer(mmap.mmap(handle.fd, handle.size, prot=mmap.PROT_READ), np.uint8)
             self.address = self.map.ctypes.data
+            if large:
+                # In this order the kernel reads exactly the huge pages that are touched, and none ahead of them.
+                refused = _libc.madvise(self.address, handle.size, _HUGEPAGE)
+                self.large = not refused and not _libc.madvise(self.address, handle.size, _RANDOM)
         elif mode == "direct":
             self.direct = os.open(handle.path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        elif large and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(handle.fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
     def __del__(self) -> None:
         if self.direct >= 0:
@@ -86,12 +97,16 @@ class OpenShards:
                 self._open.move_to_end(key)
             return found
 
-    def get(self, array: ArrayInfo, shard: int) -> OpenShard:
-        """The shard, opened and its index checked if need be; ``DamageError`` or ``OSError`` with its path."""
+    def get(self, array: ArrayInfo, shard: int, samples: int) -> OpenShard:
+        """The shard, opened and its index checked if need be; ``DamageError`` or ``OSError`` with its path.
+
+        ``samples``: those of the array's segment, which tell how long their byte ranges are.
+        """
         found = self.find(array, shard)
         if found is not None:
             return found
-        opened = OpenShard(array.open_shard(shard), self._mode)
+        large = sum(record.size for record in array.records) >= samples * LARGE_SAMPLE
+        opened = OpenShard(array.open_shard(shard), self._mode, large)
         dropped = []
         with self._lock:
             opened = self._open.setdefault((array.directory, shard), opened)
@@ -180,7 +195,8 @@ class Access:
     def _bring_in(self, shard: OpenShard, start: int, stop: int) -> None:
         first = start // _PAGE * _PAGE
         where, size = shard.address + first, stop - first
-        _libc.madvise(where, size, _WILLNEED)  # starts the reads of the whole range at once
+        if not shard.large:
+            _libc.madvise(where, size, _WILLNEED)  # starts the reads of the whole range at once
         if not self._populate:
             return
         while _libc.madvise(where, size, _POPULATE_READ) != 0:

@@ -125,7 +125,7 @@ class _Shard(_Step):
                 begun = worker.stage(Stage.INDEX, batch)
                 worker.working_on(group.array, group.shard)
                 try:
-                    shard = shared.shards.get(group.array, group.shard)
+                    shard = shared.shards.get(group.array, group.shard, shared.segments[group.segment].entry.samples)
                 except (DatasetError, OSError) as error:
                     path = str(group.array.shard_path(group.shard))
                     batch.spoil(group.field, group.cuts(), error, (path, -1, -1))
