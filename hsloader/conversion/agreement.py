@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hsloader.conversion.report import Quarantined
 from hsloader.errors import ConversionError, IncompatibleError
 from hsloader.formats.layouts import LAYOUTS
-from hsloader.formats.source import SampleSource
+from hsloader.formats.source import FieldSpec, SampleSource
 from hsloader.store.fields import Field
 
 __all__ = ["LEAST_SHARE", "Agreement", "Kind", "agree", "field_text", "fields_of", "kind_text", "kinds_of"]
@@ -67,9 +67,17 @@ def fields_of(samples: Sequence[SampleSource], codec: str) -> tuple[Field, ...]:
             shape=by_name[name].shape,
             codec=codec,
             source_dtype=sources[name].most_common(1)[0][0],
+            scale=_scale_of(by_name[name], by_name),
         )
         for name in order
     )
+
+
+def _scale_of(spec: FieldSpec, there: Mapping[str, FieldSpec]) -> str | None:
+    """The field with the scales of an fp8 field: its own, or that of all states together."""
+    if not spec.dtype.startswith("float8"):
+        return None
+    return next((name for name in (f"{spec.name}_scale", "hidden_states_scale") if name in there), None)
 
 
 def kinds_of(samples: Sequence[SampleSource]) -> Counter[Kind]:

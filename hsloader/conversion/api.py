@@ -26,6 +26,7 @@ from hsloader.errors import ConversionError, StoreBusyError
 from hsloader.formats.discover import Discovery, discover
 from hsloader.store.compatible import check_compatible
 from hsloader.store.publish import Root
+from hsloader.store.stored_segment import Segment
 
 __all__ = ["ConvertOptions", "convert"]
 
@@ -134,8 +135,9 @@ class _Conversion:
             made = self._plan(state, comparison.fresh_part(found), comparison)
             comparison.demand_unchanged()
             self._notes.extend(comparison.note())
-            if made is not None:
-                state.plans.append(made.plan)
+            fresh = made.plan if made is not None else None
+            if fresh is not None:
+                state.plans.append(fresh)
             summary = self._summary(state, found, made)
             if self._on_plan is not None:
                 self._on_plan(summary)
@@ -148,7 +150,7 @@ class _Conversion:
                 stack.enter_context(journal.lock())
                 if journal.plans():
                     raise StoreBusyError(f"{root.path}: another conversion began here meanwhile; run the command again")
-            self._write_plans(state, made.plan if made is not None else None)
+            self._write_plans(state, fresh)
             try:
                 return self._execute(state, found, summary, present, new)
             finally:
@@ -180,7 +182,6 @@ class _Conversion:
             comparison.demand_unchanged()  # before anything is described
         if state.plans and not (part.files or part.bad or part.folders):
             return None
-        planned = {s.name for _, segment in state.pending() for s in segment.samples}
         numbers = [segment.number for plan in state.plans for segment in plan.segments]
         fields = state.manifest.fields if state.manifest is not None else None
         if fields is None and state.pending():
@@ -198,27 +199,30 @@ class _Conversion:
             provenance=next((plan.provenance for plan in state.plans if plan.source == part.src and not changed), None),
             first=max([self._root.next_number(), *(n + 1 for n in numbers)]),
             present_fields=fields,
-            present_names=frozenset(state.converted | planned),
+            present_names=self._names(state),
             scratch=self._scratch(),
             progress=told,
         )
-        if made is None:
-            return None
-        if state.manifest is not None and made.plan.segments:
-            check_compatible(
-                self._root.path,
-                state.manifest,
-                made.plan.fields,
-                made.plan.provenance,
-                allow_unknown=self._settings.allow_unknown,
-            )
-        state.quarantined.update({item.name: item for item in made.plan.refused})
+        plan = made.plan
+        if plan is not None:
+            if state.manifest is not None and plan.segments:
+                unknown = self._settings.allow_unknown
+                check_compatible(self._root.path, state.manifest, plan.fields, plan.provenance, allow_unknown=unknown)
+            state.quarantined.update({item.name: item for item in plan.refused})
         return made
+
+    def _names(self, state: State) -> frozenset[str]:
+        """The names that new samples may not have: those of the plans, and of segments that no plan made."""
+        planned = {s.name for _, segment in state.pending() for s in segment.samples}
+        ours = {segment.number for plan in state.plans for segment in plan.segments}
+        foreign = [Segment(self._root.path, entry) for number, entry in state.listed.items() if number not in ours]
+        written = {segment.name(i) for segment in foreign for i in range(segment.entry.samples)}
+        return frozenset(state.converted | planned | written)
 
     def _summary(self, state: State, found: Discovery, made: Made | None) -> PlanSummary:
         pending = state.pending()
         probe = made.probe if made is not None else Probe()
-        if pending and (made is None or not made.plan.segments):
+        if pending and (made is None or made.plan is None or not made.plan.segments):
             self._tell(Progress(stage="measure"))
             plan, segment = pending[0]
             layout = layout_of(plan.fields, plan.typical_length)

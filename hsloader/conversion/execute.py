@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from hsloader._launch import LaunchUnavailableError
 from hsloader.conversion.journal import Journal, Settled
 from hsloader.conversion.plan import Plan, PlannedSegment
 from hsloader.conversion.planning import hints_of, layout_of
@@ -96,10 +97,13 @@ class Execution:
             with contextlib.ExitStack() as stack:
                 for work in self._queue:
                     stack.push(work.release)
+                if workers > 1:
+                    try:
+                        self._run_pool(workers, threads)
+                    except LaunchUnavailableError:  # no interpreter to start a worker with: before the first task
+                        workers, threads = 1, workers * threads
                 if workers == 1:
                     self._run_here(threads)
-                else:
-                    self._run_pool(workers, threads)
         except OSError as error:
             if error.errno not in _NO_ROOM:
                 raise

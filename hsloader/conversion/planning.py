@@ -32,9 +32,9 @@ _THREADS_AT_MOST = 32
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A plan that was just made, with what was measured and what was set aside on the way."""
+    """A plan that was just made (None: nothing is new), with what was measured and what was set aside on the way."""
 
-    plan: Plan
+    plan: Plan | None
     probe: Probe
     sidecars: tuple[Skipped, ...]
 
@@ -60,10 +60,10 @@ def make_plan(
     present_names: frozenset[str] = frozenset(),
     scratch: str | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> Made | None:
+) -> Made:
     """Plan the samples of ``found`` (all of a source, or what is new in it) into segments from number ``first``.
 
-    None if nothing of it is new after all (``comparison``: the samples of arrow folders come to light here).
+    Its plan is None if nothing is new after all (``comparison``: the samples of arrow folders come to light here).
     ``present_fields`` and ``present_names``: the fields and sample names of the dataset that they are to join;
     ``provenance``: that of an earlier plan of the same source, which is not told anew.
     ``progress(files described, files)``.  Raises ``ConversionError`` if there is nothing to convert, the samples are
@@ -79,7 +79,7 @@ def make_plan(
     if not described.samples and present_fields is None:
         raise nothing_to_convert(found.src, bad, described.sidecars)
     if not described.samples and not bad:
-        return None
+        return Made(None, Probe(), tuple(described.sidecars))
     refused: list[Quarantined] = list(bad)
     samples = tuple(described.samples)
     fields = present_fields or ()

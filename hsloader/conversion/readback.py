@@ -144,6 +144,17 @@ class _Reader:
             raise DamageError(f"{handle.path}: chunk {number} at {offset}: {error}") from error
         return out.view(array.field.type.bits).reshape(array.chunk_rows, array.field.width)
 
+    def expect(self, array: ArrayInfo, first: int, last: int) -> None:
+        """Have the kernel fetch the frames of chunks ``first .. last`` while others are decoded."""
+        number = first
+        while number <= last:
+            handle = self._shards.get(array, number // array.shard_chunks)
+            stop = min(last, number + array.shard_chunks - 1 - number % array.shard_chunks)
+            begin = int(handle.index[number % array.shard_chunks][0])
+            offset, size = (int(x) for x in handle.index[stop % array.shard_chunks])
+            os.posix_fadvise(handle.fd, begin, offset + size - begin, os.POSIX_FADV_WILLNEED)
+            number = stop + 1
+
     def columns(self, array: ArrayInfo) -> Bits:
         """This thread's memory for columns of a chunk."""
         return self.scratch.columns[: array.codec.chunk_bytes].view(array.field.type.bits)
@@ -190,8 +201,9 @@ def _check_states(
 def _check_state(reader: _Reader, array: ArrayInfo, sample: Expected, first: int, end: int) -> None:
     """Compare one sample's rows of a state field, chunk by chunk; what follows up to row ``end`` must be zero."""
     digests, widths = sample.digests[array.field.name], sample.widths[array.field.name]
-    begin = first // array.chunk_rows
-    for k, number in enumerate(range(begin, -(-end // array.chunk_rows))):
+    begin, stop = first // array.chunk_rows, -(-end // array.chunk_rows)
+    reader.expect(array, begin, stop - 1)
+    for k, number in enumerate(range(begin, stop)):
         rows = reader.chunk(array, number)
         held = max(0, min(array.chunk_rows, sample.length - k * array.chunk_rows))
         same = not held or columns_digest(rows[:held], widths, reader.columns(array)) == digests[k]

@@ -12,6 +12,7 @@ from hsloader import (
     IncompatibleError,
     SettingsChangedError,
     convert,
+    export,
     open_dataset,
 )
 from hsloader.conversion import readback
@@ -135,6 +136,43 @@ def test_new_files_become_a_further_plan(tmp_path: Path) -> None:
         assert dataset.manifest.fingerprints(1)[1] == before  # a grown dataset still proves what it was
     third = convert(src, dst)
     assert (third.converted, third.present) == (0, 5)
+
+
+def test_a_file_that_grows_while_it_is_converted_is_left_for_the_next_run(tmp_path: Path) -> None:
+    src, dst = tmp_path / "src", tmp_path / "dst"
+    fill(src, 3)
+
+    def write_on(_: object) -> None:  # between planning and reading
+        write(src / "data_1.pt", record(1, 200))
+
+    first = convert(src, dst, on_plan=write_on)
+    assert [q.name for q in first.quarantined] == ["data_1.pt"]
+    assert "changed since it was planned" in first.quarantined[0].reason
+    second = convert(src, dst)
+    assert (second.converted, second.present, second.exit_status) == (1, 2, 0)
+    with open_dataset(dst) as dataset:
+        assert dataset.lengths.tolist() == [120, 134, 200]
+
+
+def test_speculators_arrow_folders_resume_and_grow(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    fill(tmp_path / "first", 3)
+    convert(tmp_path / "first", tmp_path / "store")
+    src, dst = tmp_path / "src", tmp_path / "dst"
+    export(tmp_path / "store", src, layout="speculators-arrow")
+    missing = src / "hidden_states" / "hs_1.safetensors"
+    missing.rename(tmp_path / "aside")
+
+    first = convert(src, dst)
+    assert (first.converted, [q.name for q in first.quarantined]) == (2, ["hidden_states/hs_1.safetensors"])
+    assert convert(src, dst).present == 2
+    (tmp_path / "aside").rename(missing)
+    second = convert(src, dst)
+    assert (second.converted, second.present, second.quarantined) == (1, 2, ())
+    with open_dataset(dst) as dataset, open_dataset(tmp_path / "store") as store:
+        assert [dataset.name(i) for i in range(3)] == [f"hidden_states/hs_{i}.safetensors" for i in (0, 2, 1)]
+        for i, j in enumerate((0, 2, 1)):
+            assert all(torch.equal(dataset[i][name], store[j][name]) for name in store.fields)
 
 
 def test_changed_settings_are_refused_with_both_values(tmp_path: Path) -> None:
