@@ -15,7 +15,10 @@ __version__ = "0.1.0"
 
 # Where each public name lives. The key set is the public surface; a test pins it.
 _HOMES = {
+    "DataLoader": "hsloader.loader",
+    "HiddenStateDataset": "hsloader.torch_dataset",
     "ReadOptions": "hsloader.reader.options",
+    "UniformNoise": "hsloader.batches.noise",
     "Writer": "hsloader.store.writer",
     "bench": "hsloader.benchmark.api",
     "convert": "hsloader.conversion.api",
@@ -42,8 +45,10 @@ _HOMES.update(dict.fromkeys(_ERRORS, "hsloader.errors"))
 __all__ = [
     "ConversionError",
     "DamageError",
+    "DataLoader",
     "DatasetError",
     "FeederError",
+    "HiddenStateDataset",
     "HsloaderError",
     "IncompatibleError",
     "LoaderError",
@@ -52,6 +57,7 @@ __all__ = [
     "SourceError",
     "StateError",
     "StoreBusyError",
+    "UniformNoise",
     "Writer",
     "bench",
     "convert",
@@ -62,6 +68,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from hsloader.batches.noise import UniformNoise
     from hsloader.benchmark.api import bench
     from hsloader.conversion.api import convert
     from hsloader.conversion.export import export
@@ -79,10 +86,12 @@ if TYPE_CHECKING:
         StateError,
         StoreBusyError,
     )
+    from hsloader.loader import DataLoader
     from hsloader.reader.options import ReadOptions
     from hsloader.store.dataset import open_dataset
     from hsloader.store.verification import verify
     from hsloader.store.writer import Writer
+    from hsloader.torch_dataset import HiddenStateDataset
 
 
 _zarr_hook.register_with_zarr()

@@ -54,7 +54,6 @@ class DataLoader:
         self._prepare(dataset, LoaderSettings(**settings), WHOLE)
         if self._settings.batch_sampler is None:
             self._connect()
-            self._announce()
             if self._settings.split == "train":  # the minutes that a model takes to compile fill the ring
                 self._aim(self._course.target(*self._course.upcoming))
 
@@ -215,9 +214,12 @@ class DataLoader:
             if size <= self._connection.client.slot_bytes:
                 return
             self._connection.close()
+        first = self._connection is None
         self._connection = connect(
-            self._dataset, self._trainer, self._settings, self._ranks, slot_bytes=size, workers=self._share.workers
+            self._dataset, self._trainer, self._settings, self._ranks, slot_bytes=size, share=self._share
         )
+        if first and self._share.worker == 0:
+            self._announce()
 
     def _aim(self, target: Target) -> None:
         """Begin to read ``target``, and after it the next epoch, while the last batches of this one are trained on."""

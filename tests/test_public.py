@@ -17,8 +17,10 @@ PACKAGE = Path(hsloader.__file__).parent
 PUBLIC = [
     "ConversionError",
     "DamageError",
+    "DataLoader",
     "DatasetError",
     "FeederError",
+    "HiddenStateDataset",
     "HsloaderError",
     "IncompatibleError",
     "LoaderError",
@@ -27,6 +29,7 @@ PUBLIC = [
     "SourceError",
     "StateError",
     "StoreBusyError",
+    "UniformNoise",
     "Writer",
     "bench",
     "convert",
@@ -40,7 +43,9 @@ PUBLIC = [
 ROOMS = [
     "cli",
     "benchmark",
+    "torch_dataset",
     "loader",
+    "loading",
     "device",
     "batches",
     "order",

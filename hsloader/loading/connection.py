@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from hsloader.batches.layout import BatchLayout
 from hsloader.batches.trainer import Trainer
+from hsloader.loading.course import Share
 from hsloader.loading.delivery import Delivery, make_delivery
 from hsloader.loading.epochs import Epochs
 from hsloader.loading.ranks import Ranks
@@ -133,13 +134,13 @@ class Connection:
 
 
 def connect(
-    dataset: Dataset, trainer: Trainer, settings: LoaderSettings, ranks: Ranks, *, slot_bytes: int, workers: int
+    dataset: Dataset, trainer: Trainer, settings: LoaderSettings, ranks: Ranks, *, slot_bytes: int, share: Share
 ) -> Connection:
     """A ring for batches of up to ``slot_bytes``, and its reader, which is not started yet.
 
-    ``workers`` processes share what is this rank's.  ``ValueError`` if the budget is under three batches.
+    ``share``: what this process takes of its rank's batches.  ``ValueError`` if the budget is under three batches.
     """
-    read = settings.read
+    read, workers = settings.read, share.workers
     if workers > 1 and read.threads is None:
         read = replace(read, threads=max(1, cpu_share() // workers))
     budget = read.prefetch
@@ -158,8 +159,10 @@ def connect(
             "device": str(settings.device),
         },
     )
+    # Of several workers the first speaks for all.
+    speaker = ranks.rank if share.worker == 0 else max(ranks.rank, 1)
     reporter = Reporter(
-        lambda: take_snapshot(client.ring.fd), rank=ranks.rank, world=ranks.world, log_every=settings.log_every
+        lambda: take_snapshot(client.ring.fd), rank=speaker, world=ranks.world, log_every=settings.log_every
     )
     stream = BatchStream(
         dataset,

@@ -71,6 +71,11 @@ class Course:
         return self._cursor.running
 
     @property
+    def loaded(self) -> bool:
+        """Whether the next iteration begins at a loaded state."""
+        return self._cursor.loaded
+
+    @property
     def upcoming(self) -> tuple[int, int]:
         """(epoch, position) at which the next iteration begins."""
         return self._cursor.upcoming
@@ -100,7 +105,7 @@ class Course:
         """Take in how far ``run`` has come; ``abandoned``: it will not go on."""
         if run is None or not self._cursor.running:
             return
-        if self._share is WHOLE:
+        if self._share == WHOLE:
             self._cursor.reach(run.taken, len(run.target.plan))
         if self._cursor.running and run.over:
             self._cursor.finish()
@@ -141,7 +146,7 @@ class Course:
         else:
             epoch, position = self._cursor.state_after(batches_done, len(run.target.plan))
         state = self._state(epoch, position)
-        if self._share is WHOLE:
+        if self._share == WHOLE:
             return state
         # A worker's place lies between positions of the rank: the iteration's start, and how many batches since.
         midway = run is not None and self._cursor.running and not run.over

@@ -34,6 +34,11 @@ class Cursor:
         return self._running
 
     @property
+    def loaded(self) -> bool:
+        """Whether the next ``begin`` starts at a loaded position."""
+        return self._loaded
+
+    @property
     def state(self) -> tuple[int, int]:
         """(epoch, position) that a state taken now records."""
         return self._done if self._running or self._pending is None else self._pending
