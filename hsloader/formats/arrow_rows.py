@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from hsloader.errors import SourceError
 from hsloader.formats.blocks import Block, Tensor
+from hsloader.formats.reading import read_small
 
 __all__ = ["ArrowRow", "load_pyarrow", "read_row", "rows_of"]
 
@@ -74,14 +75,16 @@ def _data_files(folder: str) -> list[str]:
     """The arrow files that ``state.json`` lists, in order."""
     state = Path(folder, "state.json")
     try:
-        if state.stat().st_size > 1 << 20:
-            raise ValueError("it is larger than 1 MiB")
-        names = [entry["filename"] for entry in json.loads(state.read_bytes())["_data_files"]]
+        names = [entry["filename"] for entry in json.loads(read_small(str(state), 1 << 20))["_data_files"]]
         if not all(isinstance(n, str) and "/" not in n and n != ".." and n for n in names):
             raise ValueError("it names files outside the folder")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise SourceError(str(state), f"does not list the files of an arrow dataset: {error}") from None
-    return [os.path.join(folder, n) for n in names]
+    paths = [os.path.join(folder, n) for n in names]
+    for path in paths:
+        if not Path(path).is_file():
+            raise SourceError(path, f"not a regular file, though {state.name} lists it as part of the arrow dataset")
+    return paths
 
 
 def load_pyarrow() -> tuple[Any, Any]:

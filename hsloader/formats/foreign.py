@@ -61,7 +61,9 @@ def _single_state(value: Mapping[object, object]) -> str:
     if len(shape) == 2:
         return _unsupported("an EAGLE-1/2 or HASS record (one state [S, H])")
     if len(shape) == 3 and shape[0] == 1:
-        return _unsupported("a BaldEagle record (one state [1, S, H])")
+        return _unsupported(
+            "a BaldEagle record (one state [1, S, H]; SpecForge without auxiliary layers looks the same)"
+        )
     if len(shape) == 3:
         return _unsupported(f"a fused BaldEagle record ({shape[0]} layers first)")
     return "hidden_state is no tensor of hidden states"

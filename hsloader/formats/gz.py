@@ -42,7 +42,7 @@ def read_zip_head(window: Window, path: str) -> tuple[object, list[Block], int]:
     def find_block(key: str, nbytes: int) -> Block:
         return blocks.setdefault(key, Block(f"data/{key}", nbytes))
 
-    count = 1 << 16
+    count = 1 << 13
     while True:
         data = window.first(start + count)
         try:

@@ -76,6 +76,8 @@ def _rebuild_tensor(charge: Charge, args: Args) -> Tensor:
         raise PickleError("a tensor of the pickle has no storage")
     if storage.dtype is None:
         raise PickleError("a tensor of the pickle has an untyped storage and no dtype")
+    if len(args) > 6 and args[6]:  # conj and neg bits: the bytes are not the values
+        raise PickleError("a tensor of the pickle is a conjugated or negated view: save it with .resolve_neg()")
     return _tensor(storage.dtype, storage.block, args)
 
 

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from hsloader.formats.reading import read_small
+
 __all__ = ["SETTINGS_FILE", "ProducerSettings", "read_settings"]
 
 SETTINGS_FILE = "data_config.json"
@@ -37,11 +39,7 @@ class ProducerSettings:
 def read_settings(path: Path | str, name: str) -> ProducerSettings | None:
     """The settings in ``path`` (called ``name`` in reports), or ``None`` if it holds none that can be read."""
     try:
-        with open(path, "rb") as file:
-            raw = file.read(_MAX_BYTES + 1)
-        if len(raw) > _MAX_BYTES:
-            return None
-        found = json.loads(raw.decode("utf-8"))
+        found = json.loads(read_small(str(path), _MAX_BYTES).decode("utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(found, dict):

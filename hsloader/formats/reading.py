@@ -6,6 +6,7 @@ Nothing is mapped: a mapped file that shrinks kills the process, a short ``pread
 from __future__ import annotations
 
 import os
+import stat
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from hsloader.errors import SourceError
 from hsloader.formats.blocks import Block, Tensor
 from hsloader.store.dtypes import dtype_of
 
-__all__ = ["BlockReader", "RowBuffer", "crc32", "pread_exactly", "pread_into", "read_rows"]
+__all__ = ["BlockReader", "RowBuffer", "crc32", "pread_exactly", "pread_into", "read_rows", "read_small"]
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -70,6 +71,18 @@ def pread_into(fd: int, out: Bytes, offset: int) -> int:
             break
         done += count
     return done
+
+
+def read_small(path: str, limit: int) -> bytes:
+    """A small regular file whole; ``ValueError`` if it is none or larger than ``limit``, ``OSError`` as it comes."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_size > limit:
+            raise ValueError(f"not a regular file of at most {limit} bytes")
+        return os.read(fd, limit)
+    finally:
+        os.close(fd)
 
 
 def pread_exactly(fd: int, size: int, offset: int, path: str, what: str) -> bytes:

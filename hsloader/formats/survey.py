@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -93,16 +94,37 @@ def _describe(files: Iterable[FoundFile], hints: Hints) -> list[Described | Sour
     outcomes: list[Described | SourceError] = []
     for file in files:
         try:
+            if file.lock and _is_held(f"{file.path}.lock"):
+                raise SourceError(file.name, "being written: its producer holds the lock file")
             outcomes.append(describe_file(file.path, file.name, hints=hints))
         except SourceError as error:
             outcomes.append(error)
     return outcomes
 
 
+def _is_held(lock: str) -> bool:
+    """Whether somebody holds the lock file right now; it is opened for reading and left as it is."""
+    try:
+        fd = os.open(lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(fd)
+    return False
+
+
 def _take(result: Survey, file: FoundFile, outcome: Described | SourceError) -> None:
     if isinstance(outcome, SourceError):
-        lock = " (a lock file lies beside it: perhaps it is still being written)" if file.lock else ""
-        result.bad.append(Skipped(file.name, outcome.reason + lock))
+        reason = outcome.reason
+        if file.lock and ("truncated" in reason or "empty" in reason):
+            reason += " (a lock file lies beside it: perhaps it is still being written)"
+        result.bad.append(Skipped(file.name, reason))
     elif outcome.sidecar is not None:
         result.sidecars.append(Skipped(file.name, outcome.sidecar))
     else:

@@ -80,7 +80,7 @@ def read_torch_legacy(
 
 def _parse(window: Window, path: str) -> _Legacy:
     """Parse as much of the beginning as the pickles need."""
-    count = 1 << 16
+    count = 1 << 13
     while True:
         data = window.first(count)
         try:

@@ -236,6 +236,8 @@ def _content(fd: int, path: str, member: Member, head: bytes, limit: int) -> byt
         local = pread_exactly(fd, _LOCAL.size, member.header, path, f"the header of {member.name[:80]}")
         local += os.pread(fd, 226, member.header + _LOCAL.size)
     start = _payload_start(path, member, local)
+    if start + member.size > member.limit:
+        raise SourceError(path, f"zip member {member.name[:80]} runs into what follows it (they overlap)")
     data = head[start : start + member.size]
     if len(data) < member.size:
         data = pread_exactly(fd, member.size, start, path, member.name[:80])

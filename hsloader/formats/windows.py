@@ -13,6 +13,7 @@ __all__ = ["GZIP_MAGIC", "FileWindow", "GzipStream", "GzipWindow", "Window"]
 
 GZIP_MAGIC = b"\x1f\x8b"
 _STEP = 1 << 18
+_HEAD_STEP = 1 << 14
 
 
 class Window(Protocol):
@@ -42,9 +43,10 @@ class FileWindow:
 class GzipStream:
     """Inflates a gzip file piece by piece, in bounded memory; the CRC-32 and the length at its end are checked."""
 
-    def __init__(self, fd: int, path: str) -> None:
+    def __init__(self, fd: int, path: str, step: int = _STEP) -> None:
         self._fd = fd
         self._path = path
+        self._step = step  # compressed bytes read at a time
         self._at = 0
         self._tail = b""
         self._inflater = _inflater()
@@ -53,7 +55,7 @@ class GzipStream:
         """Yield the inflated bytes, at most ``limit`` at a time; ``SourceError`` where the file is cut or damaged."""
         while True:
             if not self._tail:
-                self._tail = os.pread(self._fd, _STEP, self._at)
+                self._tail = os.pread(self._fd, self._step, self._at)
                 self._at += len(self._tail)
             given = len(self._tail)
             try:
@@ -75,7 +77,7 @@ class GzipStream:
         """Whether another gzip member follows the one that ended; anything else that follows is damage."""
         rest: bytes = self._inflater.unused_data
         if len(rest) < len(GZIP_MAGIC):
-            more = os.pread(self._fd, _STEP, self._at)
+            more = os.pread(self._fd, self._step, self._at)
             self._at += len(more)
             rest += more
         if not rest:
@@ -99,7 +101,7 @@ class GzipWindow:
     """The beginning of what a gzip file inflates to."""
 
     def __init__(self, fd: int, path: str) -> None:
-        self._pieces = GzipStream(fd, path).pieces(_STEP)
+        self._pieces = GzipStream(fd, path, _HEAD_STEP).pieces(_HEAD_STEP)
         self._data = bytearray()
         self._ended = False
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 import socket
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hsloader.formats.discover import Discovery, discover, natural_key
+from hsloader.formats.survey import survey
 
 
 def _made(root: Path, *names: str) -> None:
@@ -116,6 +119,43 @@ def test_a_folder_that_cannot_be_read_is_reported(tmp_path: Path, as_root: bool)
     finally:
         (tmp_path / "closed").chmod(0o700)
     assert "Permission denied" in bad.reason
+
+
+def test_a_held_lock_means_being_written(tmp_path: Path) -> None:
+    _made(tmp_path, "data_0.pt", "data_0.pt.lock", "data_1.pt", "data_1.pt.lock")
+    with (tmp_path / "data_0.pt.lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        held, stale = survey(tmp_path).bad
+    assert held.reason == "being written: its producer holds the lock file"
+    assert "a lock file lies beside it" in stale.reason
+
+
+def test_a_pipe_in_place_of_a_settings_file_blocks_nothing(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "data_config.json")
+    os.mkfifo(tmp_path / "state.json")
+    _made(tmp_path, "dataset_info.json", "a.arrow", "hidden_states/hs_0.safetensors")
+    found = survey(tmp_path)
+    assert not found.settings
+    assert "does not list the files of an arrow dataset" in found.bad[0].reason
+
+
+def test_settings_of_the_producer(tmp_path: Path) -> None:
+    written = {
+        "version": "2.0",
+        "speculators_version": "0.4.0",
+        "model": {"target_model_path": "example/model", "hidden_size": 64},
+        "hidden_states": {"layer_ids": [2, 4, 5, 7]},
+    }
+    (tmp_path / "data_config.json").write_text(json.dumps(written))
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "data_config.json").write_text("[" * 100_000)
+    (settings,) = survey(tmp_path).settings
+    assert (settings.name, settings.producer, settings.model) == (
+        "data_config.json",
+        "speculators 0.4.0",
+        "example/model",
+    )
+    assert (settings.hidden_size, settings.layer_ids, settings.norm_state) == (64, (2, 4, 5, 7), "pre")
 
 
 def test_names_that_are_no_utf8(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from hsloader.errors import SourceError  # noqa: E402
-from hsloader.formats.opening import describe_file  # noqa: E402
 from hsloader.formats.source import open_sample  # noqa: E402
 from tests.formats.making import (  # noqa: E402
     HIDDEN,
@@ -383,9 +382,7 @@ def test_inflating_leaves_nothing_behind(tmp_path: Path) -> None:
         opened.finish()
 
 
-def test_describing_reads_no_payload(tmp_path: Path) -> None:
-    """A sparse archive of 100 MB is described from its two ends."""
-    data = saved(listed(4))
-    path = tmp_path / "data_0.pt"
-    path.write_bytes(data)
-    assert describe_file(path).samples[0].payload_bytes == 4 * (4 * HIDDEN * 2) + 2 * 4 * 8
+def test_a_negated_view_is_not_taken_for_its_bytes(tmp_path: Path) -> None:
+    imaginary = torch.view_as_complex(torch.rand(8, HIDDEN, 2)).conj().imag
+    assert imaginary.is_neg()
+    assert "negated" in _refused(tmp_path / "data_0.pt", saved({**listed(8, 1), "hidden_states": [imaginary]}))
