@@ -18,6 +18,7 @@ from hsloader.errors import DamageError, IncompatibleError
 from hsloader.store.arrays import as_tensor
 from hsloader.store.codec import FrameError
 from hsloader.store.fields import Field
+from hsloader.store.files import OUT_OF_RESOURCES
 from hsloader.store.lending import LentMemory
 from hsloader.store.manifest import Manifest, Provenance, read_manifest
 from hsloader.store.packed import read_tables
@@ -77,6 +78,7 @@ class Dataset:
         self.manifest = manifest
         self.segments: tuple[Segment, ...] = tuple(Segment(path, entry) for entry in manifest.segments)
         self.fields: dict[str, Field] = {field.name: field for field in manifest.fields}
+        table.flags.writeable = False
         column = {name: table[i] for i, name in enumerate(COLUMNS)}
         self.lengths = column["length"]
         self.loss_tokens = column["loss_tokens"]
@@ -218,6 +220,8 @@ class Dataset:
                 raise FrameError(f"expected {size:,} bytes at {offset:,}, the file ends after {len(frame):,}")
             array.codec.decode(memoryview(frame), out)
         except (FrameError, DamageError, OSError) as error:
+            if isinstance(error, OSError) and error.errno in OUT_OF_RESOURCES:
+                raise
             where = "" if handle is None else f"{handle.path}: "
             raise DamageError(
                 f"{where}{error} (dataset {self.path}, shard {shard}, chunk {chunk}, sample {self._called(i)}); "

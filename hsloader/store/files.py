@@ -10,9 +10,12 @@ from pathlib import Path
 
 from hsloader.errors import DamageError
 
-__all__ = ["fsync_directory", "open_regular", "read_limited", "replace_file", "write_new"]
+__all__ = ["OUT_OF_RESOURCES", "fsync_directory", "open_regular", "read_limited", "replace_file", "write_new"]
 
 _NO_DIRECTORY_FSYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP})
+
+# Errors that say nothing about the file: they are not damage.
+OUT_OF_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 
 def fsync_directory(path: Path | str) -> None:
@@ -57,6 +60,8 @@ def open_regular(path: Path, size: int | None, what: str) -> int:
         # O_NONBLOCK: a pipe in the place of a file must not hang the open.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
+        if error.errno in OUT_OF_RESOURCES:
+            raise
         raise DamageError(f"{path}: {what} cannot be opened: {error.strerror}; {expected}") from error
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):

@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hsloader.errors import DamageError, DatasetError, StoreBusyError
-from hsloader.store.compatible import check_compatible
+from hsloader.store.compatible import check_compatible, check_fields
 from hsloader.store.fields import Field
 from hsloader.store.files import fsync_directory, read_limited, replace_file
 from hsloader.store.locks import exclusive
@@ -197,6 +197,7 @@ class Root:
                 placed = self.placed(entry.number)
                 if placed is None or placed[0] != entry:
                     raise DamageError(f"{self.path / entry.path}: the segment there is not the one to be listed")
+                check_fields(self.path / entry.path, manifest.fields, placed[1].fields)
             self._make_groups()
             replace_file(self.path / MANIFEST_NAME, manifest.to_bytes(), scratch=self.scratch)
             remove_stale(self.path, manifest)
@@ -279,6 +280,7 @@ class Root:
                 made = True
         if made:
             fsync_directory(self.path)
+            fsync_directory(self.path.absolute().parent)  # where the dataset itself is an entry
 
 
 def segment_name(number: int) -> str:

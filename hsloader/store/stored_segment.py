@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import resource
 import threading
 import weakref
 from collections import OrderedDict
@@ -198,10 +199,14 @@ def check_zarr_json(directory: Path, digest: str) -> None:
 
 
 class ShardCache:
-    """The shards that are open, at most ``capacity``: the least recently used one is let go. Safe for threads."""
+    """The shards that are open, at most ``capacity``: the least recently used one is let go. Safe for threads.
 
-    def __init__(self, capacity: int = OPEN_SHARDS) -> None:
-        self._capacity = capacity
+    By default 512, or a quarter of the descriptors that this process may open.
+    """
+
+    def __init__(self, capacity: int | None = None) -> None:
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._capacity = capacity or max(1, min(OPEN_SHARDS, descriptors // 4))
         self._handles: OrderedDict[tuple[Path, int], ShardHandle] = OrderedDict()
         self._lock = threading.Lock()
         _caches.add(self)

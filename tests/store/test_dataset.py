@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import subprocess
@@ -266,3 +267,27 @@ def test_what_is_no_dataset_says_so(tmp_path: Path) -> None:
         hsloader.open_dataset(tmp_path / "nothing")
     with pytest.raises(DatasetError, match="hsloader convert"):
         hsloader.open_dataset(tmp_path)
+
+
+def test_zarr_opens_a_dataset_as_it_is(path: Path, samples: list[Sample]) -> None:
+    zarr = pytest.importorskip("zarr")
+    group = zarr.open_group(path, mode="r")
+    assert group.attrs["hsloader"] == {"format": 1, "manifest": "manifest.json"}
+    segment = group["segments/000001"]
+    table = segment["samples"][:]
+    ends = segment["names_end"][:]
+    assert bytes(segment["names"][: ends[0]]) == b"s6"
+    for position, sample in enumerate(samples[6:]):
+        first, length = table[0, position], table[1, position]
+        for name, bits in sample.items():
+            np.testing.assert_array_equal(segment[name][first : first + length], bits)
+
+
+def test_running_out_of_descriptors_is_not_called_damage(path: Path) -> None:
+    code = (
+        "import resource, sys, hsloader; ds = hsloader.open_dataset(sys.argv[1]); ds.segments[0].array('input_ids')\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))\n"
+        "try: ds.read(0, 'input_ids')\nexcept OSError as error: print(error.errno)"
+    )
+    found = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
+    assert found.stdout == f"{errno.EMFILE}\n"
