@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperCommand
 
 from hsloader.cli import output
-from hsloader.cli.common import Json, Quiet, Traceback, clear_errors, parse_size
+from hsloader.cli.common import INTERRUPTED, Json, Quiet, Traceback, clear_errors, parse_size
 from hsloader.cli.progress import ProgressDisplay, show_progress
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def convert_with_progress(
         planned = True
         display.clear()
         if show_plan:
-            print_plan(plan)
+            print_plan(plan, list_refused=dry_run)
             output.line()
 
     with ProgressDisplay(quiet=quiet) as display:
@@ -181,42 +181,53 @@ def convert_with_progress(
             if planned:
                 raise
             raise typer.BadParameter(str(problem)) from None
+        except KeyboardInterrupt:
+            display.clear()
+            output.line("interrupted; the same command goes on from here", style="bad", err=True)
+            raise typer.Exit(INTERRUPTED) from None
 
 
-def print_plan(plan: PlanSummary) -> None:
-    """What a conversion is going to do."""
+def print_plan(plan: PlanSummary, *, list_refused: bool) -> None:
+    """What a conversion is going to do; ``list_refused``: name the samples that planning found bad, with reasons."""
     output.line(f"{output.path_text(plan.source)} -> {output.path_text(plan.destination)}", style="bold")
-    lengths = f"{plan.shortest:,} to {plan.longest:,} tokens each, median {plan.median:,}"
-    present = f"; {output.count(plan.present)} are in the dataset already" if plan.present else ""
-    estimate = ""
-    if plan.seconds is not None:
-        estimate = (
-            f"about {output.duration_text(plan.seconds)} with {output.count(plan.workers, 'process', 'processes')} "
-            f"of {output.count(plan.threads, 'thread')}"
-        )
+    refused = [(item.name, item.reason) for item in plan.quarantined]
     output.facts(
         [
-            ("layout", ", ".join(f"{name} ({output.count(n, 'sample')})" for name, n in plan.layouts.items())),
-            ("samples", f"{output.count(plan.samples)}, {lengths}{present}" if plan.samples else f"none new{present}"),
-            ("tokens", output.count(plan.tokens)),
-            *(("" if i else "fields", text.removesuffix(" []")) for i, text in enumerate(plan.fields)),
-            ("states", _origin(plan)),
-            ("size now", f"{output.bytes_text(plan.source_bytes)} in {output.count(plan.files, 'file')}"),
-            ("size then", f"about {output.bytes_text(plan.predicted_bytes)} ({plan.ratio:.2f}x smaller)"),
-            ("disk space", f"needs {output.bytes_text(plan.space_needed)}, {output.bytes_text(plan.space_free)} free"),
-            ("time", estimate),
+            *(_sizes(plan) if plan.samples else ()),
+            ("so far", f"{output.count(plan.present, 'sample')} from earlier" if plan.present else ""),
+            ("new samples", "" if plan.samples else "none"),
             ("other files", f"{output.count(len(plan.skipped))} that are no samples" if plan.skipped else ""),
+            (
+                "set aside",
+                "" if list_refused or not refused else f"{output.count(len(refused), 'sample')}, listed below",
+            ),
             *(
-                ("left out", f"{output.printable(what)}, {output.count(n, 'sample')}")
+                ("left out", f"{output.printable(what)} ({output.count(n, 'sample')})")
                 for what, n in plan.left_out.items()
             ),
             *(("note", _note_text(note)) for note in plan.notes),
         ]
     )
-    output.listing(
-        f"cannot be converted: {output.count(len(plan.quarantined), 'sample')}",
-        [(item.name, item.reason) for item in plan.quarantined],
-    )
+    if list_refused:
+        output.listing(f"cannot be converted: {output.count(len(refused), 'sample')}", refused, style="bad")
+
+
+def _sizes(plan: PlanSummary) -> list[tuple[str, str]]:
+    """What is to be converted, and what it takes."""
+    lengths = f"{plan.shortest:,} to {plan.longest:,} tokens each, median {plan.median:,}"
+    resources = f"{output.count(plan.workers, 'process', 'processes')} of {output.count(plan.threads, 'thread')}"
+    ratio = output.ratio_text(plan.raw_bytes, plan.predicted_bytes)
+    return [
+        ("layout", ", ".join(f"{name} ({output.count(n, 'sample')})" for name, n in plan.layouts.items())),
+        ("samples", f"{output.count(plan.samples)}, {lengths}"),
+        ("tokens", output.count(plan.tokens)),
+        *(("" if i else "fields", text.removesuffix(" []")) for i, text in enumerate(plan.fields)),
+        ("states", _origin(plan)),
+        ("size now", f"{output.bytes_text(plan.source_bytes)} in {output.count(plan.files, 'file')}"),
+        ("size then", f"about {output.bytes_text(plan.predicted_bytes)} ({ratio})"),
+        ("disk space", f"needs {output.bytes_text(plan.space_needed)}, {output.bytes_text(plan.space_free)} free"),
+        ("time", "" if plan.seconds is None else f"about {output.duration_text(plan.seconds)} with {resources}"),
+    ]
 
 
 def _origin(plan: PlanSummary) -> str:

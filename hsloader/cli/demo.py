@@ -17,6 +17,7 @@ from hsloader.cli import output
 from hsloader.cli.common import Json, Quiet, Traceback, clear_errors
 from hsloader.cli.convert import convert_with_progress, print_report
 from hsloader.cli.demo_data import DemoShape, write_samples
+from hsloader.cli.inspect import inspect_with_progress, print_inspection
 from hsloader.cli.progress import ProgressDisplay
 from hsloader.cli.verify import print_verified, verify_with_progress
 from hsloader.errors import HsloaderError
@@ -59,6 +60,13 @@ def _make(demo: _Demo) -> None:
             f"{output.count(demo.shape.samples, 'file')}, {output.bytes_text(size)}, "
             f"{len(demo.shape.layer_ids)} layers of hidden size {demo.shape.hidden_size:,} in bfloat16"
         )
+
+
+def _inspect(demo: _Demo) -> None:
+    found = inspect_with_progress(demo.dump, quiet=demo.quiet)
+    demo.results["inspect"] = found.to_dict()
+    if demo.talk:
+        print_inspection(found, next_step=False)
 
 
 def _convert(demo: _Demo) -> None:
@@ -125,6 +133,7 @@ def _same_bits(ours: Any, theirs: Any) -> bool:
 # What the demo does, in order: what the step says, and the step.
 _STEPS: list[tuple[str, Callable[[_Demo], None]]] = [
     ("make samples as speculators 0.4 writes them", _make),
+    ("inspect them", _inspect),
     ("convert them", _convert),
     ("verify the dataset", _verify),
     ("compare it with the sources", _compare),
@@ -141,7 +150,11 @@ def demo(
     quiet: Quiet = False,
     traceback: Traceback = False,
 ) -> int:
-    """Try everything on a small realistic set of samples: about 190 MB, and a few seconds."""
+    """Try everything on samples made here.
+
+    A small realistic set (about 190 MB, a few seconds), in a folder of its own: made, inspected, converted, verified
+    and compared with the sources bit for bit.
+    """
     began = time.monotonic()
     state = _Demo(folder=_new_folder(folder), shape=DemoShape(), quiet=quiet, talk=not as_json)
     free = shutil.disk_usage(state.folder).free

@@ -46,8 +46,10 @@ def write_samples(
 ) -> int:
     """Write the samples of ``shape`` into the existing ``folder``; returns their bytes on disk.
 
-    ``progress`` is called with (samples written, samples in all) after each file.
+    ``progress`` is called with (samples written, samples in all) at the start and after each file.
     """
+    if progress is not None:
+        progress(0, shape.samples)  # importing torch takes a moment
     import torch
 
     lengths = {}

@@ -26,7 +26,10 @@ def export(
     quiet: Quiet = False,
     traceback: Traceback = False,
 ) -> int:
-    """Write the samples of a dataset as producers' files: the same keys, shapes, data types and values."""
+    """Write the producers' files back.
+
+    The same keys, shapes, data types and values.
+    """
     import hsloader
 
     with ProgressDisplay(quiet=quiet) as display:

@@ -24,7 +24,10 @@ def info(
     as_json: Json = False,
     traceback: Traceback = False,
 ) -> int:
-    """Show what a dataset holds: counts, sizes, fields, where it came from, what was set aside."""
+    """Show what a dataset holds.
+
+    Counts, sizes, fields, where it came from, what was set aside.
+    """
     from hsloader.store.dataset import open_dataset
 
     with open_dataset(dst) as dataset:

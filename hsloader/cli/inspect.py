@@ -28,7 +28,9 @@ def inspect(
     quiet: Quiet = False,
     traceback: Traceback = False,
 ) -> int:
-    """Show what producers' files hold: layouts, counts, data types, lengths, anomalies. Writes nothing.
+    """Show what producers' files hold.
+
+    Layouts, counts, data types, lengths, anomalies, from headers and a few samples. Writes nothing.
 
     Exit status as convert's would be: 0: all can be converted; 3: all but what is listed; 1: refused.
     """
@@ -76,7 +78,7 @@ def print_inspection(found: Inspection, *, next_step: bool = True) -> None:
     )
     if found.kinds:
         output.heading("kinds of samples")
-        output.columns([(output.count(n), output.printable(kind)) for kind, n in found.kinds], right=(0,))
+        output.columns([(output.count(n), _fields(kind)) for kind, n in found.kinds], right=(0,))
         output.histogram("tokens a sample", found.histogram, found.shortest, found.longest, found.median)
     output.listing(
         f"cannot be converted: {output.count(len(found.quarantined), 'sample')}",
@@ -90,6 +92,10 @@ def print_inspection(found: Inspection, *, next_step: bool = True) -> None:
         output.line("No kind has 90 % of the samples: convert each from a folder of its own.", style="bad")
     elif next_step:
         output.next_command("hsloader", "convert", source, "DST")
+
+
+def _fields(kind: str) -> str:
+    return output.printable(kind.replace(" []", ""))
 
 
 def _told(settings: ProducerSettings) -> str:

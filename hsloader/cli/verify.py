@@ -30,7 +30,7 @@ def verify(
     quiet: Quiet = False,
     traceback: Traceback = False,
 ) -> int:
-    """Read a dataset and compare every byte with its checksums and digests.
+    """Compare every byte with its checksum.
 
     Exit status 0: sound; 1: damaged, and the damage is listed with the samples that it hits.
     """
