@@ -27,6 +27,7 @@ __all__ = ["Access", "Buffer", "Buffers", "OpenShard", "OpenShards", "populate_f
 Bytes = npt.NDArray[np.uint8]
 
 _PAGE = mmap.PAGESIZE
+_HUGE = 2 << 20
 # Samples of so many encoded bytes are brought in by pages of 2 MiB: measured cold, 0.03 s of CPU time a GB where 4 KiB
 # pages take 0.3, and twice the rate. For smaller ones the ends that a 2 MiB page reads in vain would cost more.
 LARGE_SAMPLE = 16 << 20
@@ -185,7 +186,10 @@ class Access:
         """Give back the pages of a decoded range of a map (first the map, or the kernel keeps them); bytes dropped."""
         if not self.drop_pages or shard.map is None:
             return 0
-        first, last = -(-start // _PAGE) * _PAGE, stop // _PAGE * _PAGE
+        if shard.large:  # a huge page that two ranges share goes with the second
+            first, last = start // _HUGE * _HUGE, stop // _HUGE * _HUGE
+        else:
+            first, last = -(-start // _PAGE) * _PAGE, stop // _PAGE * _PAGE
         if last <= first:
             return 0
         _libc.madvise(shard.address + first, last - first, _DONTNEED)

@@ -6,6 +6,7 @@ never taken for a record; areas are read and written with pread and pwrite, so t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -140,6 +141,9 @@ class Ring:
             size = self.shape.slots * self.shape.slot_bytes
             if self._slots is None:
                 self._slots = mmap.mmap(self.fd, size, offset=self.shape.slots_at)
+                # Only where /sys/kernel/mm/transparent_hugepage/shmem_enabled says so; the usual "never" ignores it.
+                with contextlib.suppress(OSError, AttributeError):
+                    self._slots.madvise(mmap.MADV_HUGEPAGE)
             self._memory = np.frombuffer(self._slots, np.uint8)
         start = number * self.shape.slot_bytes
         return self._memory[start : start + self.shape.slot_bytes]
