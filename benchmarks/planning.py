@@ -91,8 +91,8 @@ def main() -> None:
             assert len(found.samples) == arguments.files
             per_file, cpu = seconds / arguments.files * 1e3, (time.process_time() - busy) / arguments.files * 1e3
             print(
-                f"{threads} thread{'s' * (threads > 1)}: {seconds:.2f} s, {per_file:.3f} ms a file (limit {LIMIT_MS} ms "
-                f"warm), CPU {cpu:.3f} ms; {read / arguments.files / 1e3:.1f} kB of each file read"
+                f"{threads} thread{'s' * (threads > 1)}: {seconds:.2f} s, {per_file:.3f} ms a file (limit {LIMIT_MS} "
+                f"ms, warm), CPU {cpu:.3f} ms; {read / arguments.files / 1e3:.1f} kB of each file read"
             )
         peers = sorted(source.rglob("*.pt"))[:PEERS]
         began = time.perf_counter()

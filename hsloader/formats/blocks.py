@@ -101,19 +101,21 @@ def checked_tensor(
     if len(shape) != len(stride) or len(shape) > MAX_AXES:
         raise BlockError(f"a tensor has the shape {_short(shape)} and the stride {_short(stride)}: not the same axes")
     sizes, steps = _counts(shape, "shape"), _counts(stride, "stride")
-    start = _counts([offset], "storage offset")[0]
+    (start,) = _counts((offset,), "storage offset")
+    elements, end = 1, start + 1
+    for size, step in zip(sizes, steps, strict=True):
+        elements *= size
+        end += (size - 1) * step
+    if not elements:
+        return Tensor(dtype, sizes, steps, 0, block)
     item = dtype_of(dtype).item_size
-    held = block.size // item
-    elements = math.prod(sizes)
     allowed = max(_SMALL, _EXPANSION * block.size)
     if elements * item > allowed:
         raise BlockError(
             f"a tensor of shape {_short(shape)} claims {elements * item} bytes, but its storage {block.name} holds "
             f"{block.size}; at most {allowed} are accepted (stride {_short(stride)})"
         )
-    if not elements:
-        return Tensor(dtype, sizes, steps, 0, block)
-    end = start + 1 + sum((n - 1) * s for n, s in zip(sizes, steps, strict=True))
+    held = block.size // item
     if end > held:
         raise BlockError(
             f"a tensor of shape {_short(shape)}, stride {_short(stride)}, offset {start} reaches {end} elements into "

@@ -208,6 +208,11 @@ def _tuple_of(n: int) -> Callable[[_Machine], None]:
     return op
 
 
+def _tuple(m: _Machine) -> None:
+    items = tuple(m.pop_mark())
+    m.new(items)
+
+
 def _append(m: _Machine) -> None:
     value = m.pop()
     _extend(m.top(), [value])
@@ -307,7 +312,7 @@ _OPS: dict[int, Callable[[_Machine], None]] = {
     ord("X"): _text(4),
     ord("K"): lambda m: m.stack.append(m.take(1)[0]),
     ord("("): _mark,
-    ord("t"): lambda m: m.new(tuple(m.pop_mark())),
+    ord("t"): _tuple,
     ord("Q"): _persistent,
     ord("R"): _reduce,
     ord(")"): lambda m: m.new(()),
@@ -350,7 +355,7 @@ _OPS: dict[int, Callable[[_Machine], None]] = {
     ord("1"): _pop_to_mark,
     ord("2"): lambda m: m.stack.append(m.top()),
 }
-_STOP, _PUT = ord("."), ord("q")
+_STOP, _PUT, _GET = ord("."), ord("q"), ord("h")
 
 
 def read_pickle(data: bytes, find_storage: FindStorage, start: int = 0) -> tuple[object, int]:
@@ -370,8 +375,12 @@ def read_pickle(data: bytes, find_storage: FindStorage, start: int = 0) -> tuple
             if pos > last:
                 raise PickleCutError("truncated: the pickle has no end")
             code = data[pos]
-            if code == _PUT and pos < last and machine.stack:  # a quarter of all opcodes, so done in place
+            if code == _PUT and pos < last and machine.stack:  # PUT and GET are half of all opcodes: done here
                 memo[data[pos + 1]] = machine.stack[-1]
+                machine.pos = pos + 2
+                continue
+            if code == _GET and pos < last and data[pos + 1] in memo:
+                machine.stack.append(memo[data[pos + 1]])
                 machine.pos = pos + 2
                 continue
             machine.pos = pos + 1
