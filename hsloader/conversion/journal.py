@@ -84,14 +84,9 @@ class Journal:
         replace_file(path, plan.to_json(), scratch=self.directory)
         fsync_directory(self.directory.parent)
 
-    def replace_plan(self, number: int, plan: Plan | None) -> None:
-        """Put another plan in the place of plan ``number``; None takes it away (it must be the last one)."""
-        path = self.directory / f"plan-{number:06d}.json"
-        if plan is None:
-            path.unlink()
-            fsync_directory(self.directory)
-        else:
-            replace_file(path, plan.to_json(), scratch=self.directory)
+    def replace_plan(self, number: int, plan: Plan) -> None:
+        """Put another plan in the place of plan ``number``, durably."""
+        replace_file(self.directory / f"plan-{number:06d}.json", plan.to_json(), scratch=self.directory)
 
     def settled(self) -> dict[int, Settled]:
         """The segments that are done, by number; a line that a kill cut short does not count."""

@@ -23,8 +23,8 @@ __all__ = ["NormProbe", "Probe", "measure", "narrowed", "row_norms"]
 
 Bits = np.ndarray[Any, Any]
 
-_SAMPLES = 6
-_CHUNKS = 4  # of each state field and sample
+_SAMPLES = 5
+_CHUNKS = 2  # of each state field and sample
 _NORM_ROWS = 64
 _USUAL_RATE = 0.4e9  # bytes a second and core, where nothing could be measured
 _USUAL_RATIO = 1.4

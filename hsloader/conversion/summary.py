@@ -47,7 +47,7 @@ def summarize(
     raw = sum(s.length * sum(f.row_bytes for f in plan.fields) for plan, segment in pending for s in segment.samples)
     stored = sum(size.stored for size in sizes)
     plan = (pending[-1][0] if pending else plans[-1]) if plans else None
-    seconds = raw / (probe.rate * cores()) * (_READ_BACK_COST if settings.read_back else 1.0)
+    seconds = raw / (probe.rate * min(cores(), workers * threads)) * (_READ_BACK_COST if settings.read_back else 1.0)
     layouts: Counter[str] = Counter(sample.layout for sample in samples)
     return PlanSummary(
         source=source,
