@@ -264,7 +264,7 @@ class _Run:
             unit = max(4096, data.size // 4)
         plans = plan_disk(unit, direct=data.direct)
         tell = lambda name: self._tell("disk", name)  # noqa: E731 - one line beside its only use
-        self._found += measure_disk(data, plans, self._until(0.5), most=self._most, progress=tell)
+        self._found += measure_disk(data, plans, self._until(0.4), most=self._most, progress=tell)
         if any(m.from_memory for m in self._found if m.part == "disk"):
             self._notes.append("some reads that were to come from the disk were served from memory; they are marked")
 
@@ -296,12 +296,12 @@ class _Run:
     def _decode(self, frames: Frames) -> None:
         tell = lambda name: self._tell("decode", name)  # noqa: E731
         counts = thread_counts(self._threads)
-        self._found += measure_decoding(frames, counts, self._until(0.6), progress=tell)
+        self._found += measure_decoding(frames, counts, self._until(0.48), progress=tell)
 
     def _stock(self) -> None:
         tell = lambda name: self._tell("stock", name)  # noqa: E731
         try:
-            self._found += measure_stock(self._copies, self._until(0.8), may_drop=True, progress=tell)
+            self._found += measure_stock(self._copies, self._until(0.72).left, may_drop=True, progress=tell)
         except (OSError, TimeoutError) as error:
             self._notes.append(f"the stock way was not measured: {str(error).splitlines()[-1]}")
 
@@ -313,7 +313,7 @@ class _Run:
         may_drop = self._ours or self._drop_cache
         order = np.random.default_rng(0).permutation(len(dataset)).astype(np.int64)
         groups = [order] * len(modes) if may_drop else _deal(order, len(modes))
-        deadline = self._until(0.95)
+        deadline = self._until(0.97)
         counts = thread_counts(self._threads)
         steps = len(modes) + len(counts)
         group = order

@@ -18,6 +18,9 @@ __all__ = ["render_page", "write_page"]
 
 _BLUE, _TEAL, _GREY, _ORANGE, _INK = "#2563eb", "#0d9488", "#94a3b8", "#ea580c", "#0f172a"
 
+# Keeps a number readable where the line of what is needed crosses it.
+_UNDERLAY = {"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none"}
+
 _STYLE = """
 :root { color-scheme: light }
 * { box-sizing: border-box }
@@ -34,6 +37,7 @@ border-radius: 10px; padding: 18px 20px; margin-top: 16px }
 .plots .card { margin: 0 } img { width: 100%; height: auto; display: block }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums } th { text-align: left;
 font-weight: 500; color: #64748b; border-bottom: 1px solid #e2e8f0; padding: 4px 10px 4px 0 }
+th:first-child { width: 46% }
 td { padding: 4px 10px 4px 0; border-bottom: 1px solid #f1f5f9 } td.n, th.n { text-align: right }
 pre { background: #0f172a; color: #e2e8f0; border-radius: 8px; padding: 12px 14px; overflow-x: auto; margin: 8px 0 0 }
 ul { margin: 0; padding-left: 20px }
@@ -121,7 +125,9 @@ def _plot(draw: Callable[[BenchReport, Any], None], report: BenchReport) -> str:
         raise ImportError("a report with plots needs matplotlib: pip install hsloader[report]") from error
     settings = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": _GREY}
     settings |= {"text.color": _INK, "axes.labelcolor": _INK, "xtick.color": _INK, "ytick.color": _INK}
-    with matplotlib.rc_context({**settings, "svg.fonttype": "path", "axes.axisbelow": True, "axes.grid": False}):
+    with matplotlib.rc_context(
+        {**settings, "svg.fonttype": "path", "svg.hashsalt": "hsloader", "axes.axisbelow": True, "axes.grid": False}
+    ):
         figure = figures.Figure(figsize=(6.4, 3.6), layout="constrained")
         draw(report, figure.subplots())
         buffer = io.BytesIO()
@@ -152,7 +158,8 @@ def _draw_limits(report: BenchReport, axes: Any) -> None:
         names, [min(value, most) / 1e9 for _, value, _ in rows], color=[colour for *_, colour in rows], height=0.6
     )
     for place, (_, value, _) in enumerate(rows):
-        axes.annotate(rate(value), (min(value, most) / 1e9, place), (4, 0), textcoords="offset points", va="center")
+        end = (min(value, most) / 1e9, place)
+        axes.annotate(rate(value), end, (4, 0), textcoords="offset points", va="center", bbox=_UNDERLAY, zorder=3)
     if report.need is not None:
         axes.axvline(report.need.total / 1e9, color=_ORANGE, linestyle="--", linewidth=1.5)
         axes.annotate(

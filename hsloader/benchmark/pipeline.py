@@ -94,7 +94,7 @@ def measure_pipeline(
     options = ReadOptions(mode=mode, threads=threads, drop_pages=False)
     begun = time.monotonic()
     with client_for(dataset, batches, options) as client:
-        run = _consume(client, batches, begun + seconds, again=state == "warm")
+        run = _consume(client, batches, seconds, again=state == "warm")
         ready = int(client.ring.feeder[FeederCounter.READY_AT]) / 1e9
         stats = client.stats()
         chosen = client.mode
@@ -158,8 +158,8 @@ class _Run:
         return end.size, max(1e-6, end.at - ready), end.cpu - self.start.cpu
 
 
-def _consume(client: FeederClient, batches: Batches, until: float, *, again: bool) -> _Run:
-    """Take batches until they (unless ``again``) or the time are over."""
+def _consume(client: FeederClient, batches: Batches, seconds: float, *, again: bool) -> _Run:
+    """Take batches until they (unless ``again``) or the time, counted from the first batch, are over."""
     total = len(batches.requests)
     feeder = None
 
@@ -182,7 +182,7 @@ def _consume(client: FeederClient, batches: Batches, until: float, *, again: boo
         client.done(key)
         size += batches.sizes[key % total]
         marks.append(mark(size))
-        if marks[-1].at > until and len(marks) >= min(total, _SLOTS):
+        if marks[-1].at > marks[0].at + seconds and len(marks) >= min(total, 2 * _SLOTS):
             break
     return _Run(start, marks, len(marks) if asked > len(marks) else last_asked)
 

@@ -19,28 +19,29 @@ __all__ = ["measure_stock"]
 
 _ENTRY = "hsloader.benchmark.stock_child:main"
 _START_SECONDS = 60.0  # importing torch from a cold disk takes long
+_MOST_SECONDS = 2.0  # of one setting
 _SETTINGS = ((4, True), (0, True), (2, True), (4, False), (0, False))  # (workers, mmap)
 
 
 def measure_stock(
     files: Sequence[Path],
-    deadline: Deadline,
+    seconds: float,
     *,
     may_drop: bool,
-    seconds: float = 1.5,
     progress: Callable[[str], None] = lambda name: None,
 ) -> list[Measurement]:
-    """Load ``files`` once for each setting of workers and mmap; cold first if ``may_drop`` (they are ours).
+    """Load ``files`` for each setting of workers and mmap within ``seconds`` (the start of the process, which imports
+    torch, is not counted); cold and warm if ``may_drop``: the files are ours.
 
     ``OSError`` with the child's last words if it dies.
     """
     child = launch(_ENTRY, args={"files": [str(file) for file in files]}, name="stock loader")
     try:
         _ask(child, {}, _START_SECONDS)
+        deadline = Deadline(seconds)
         found: list[Measurement] = []
-        plans = [(workers, mapped, state) for state in ("cold", "warm") for workers, mapped in _SETTINGS]
-        if not may_drop:
-            plans = plans[len(_SETTINGS) :]
+        states = ("cold", "warm") if may_drop else ("warm",)
+        plans = [(workers, mapped, state) for workers, mapped in _SETTINGS for state in states]
         for number, (workers, mapped, wanted) in enumerate(plans):
             if deadline.left < 0.2 and found:
                 break
@@ -49,8 +50,9 @@ def measure_stock(
             if wanted == "cold":
                 _drop_all(files)
             state = _state(files)
-            limit = deadline.share(seconds, len(plans) - number)
-            answer = _ask(child, {"workers": workers, "mmap": mapped, "seconds": limit}, limit + _START_SECONDS)
+            limit = deadline.share(_MOST_SECONDS, len(plans) - number)
+            request = {"workers": workers, "mmap": mapped, "seconds": limit, "again": wanted == "warm"}
+            answer = _ask(child, request, limit + _START_SECONDS)
             size, elapsed = int(answer["size"]), float(answer["seconds"])
             found.append(
                 Measurement(

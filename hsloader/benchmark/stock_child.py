@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
+import random
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import psutil
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -22,10 +23,9 @@ class _Files(Dataset[Any]):
         self._files = list(files)
         self._mapped = mapped
 
-    def __len__(self) -> int:
-        return len(self._files)
-
     def __getitem__(self, index: int) -> Any:
+        if index < 0:
+            return None  # a worker that has answered runs
         # mmap: the pages come with the first access, as in training, so every tensor is touched once.
         sample = torch.load(self._files[index], map_location="cpu", weights_only=True, mmap=self._mapped)
         return _cloned(sample) if self._mapped else sample
@@ -54,21 +54,46 @@ def _first(batch: list[Any]) -> Any:
     return batch[0]
 
 
-def _measure(files: Sequence[str], workers: int, mapped: bool, seconds: float) -> dict[str, float]:
-    cpu = sum(os.times()[:4])
-    begun = last = time.monotonic()
+class _Order(list[int]):
+    """The sampler: a list of indices that is changed between two iterations."""
+
+
+def _measure(files: Sequence[str], asked: Mapping[str, Any]) -> dict[str, float]:
+    """One pass over the files (many if ``again``) in running workers; the start of the workers counts for ``first``."""
+    workers = int(asked["workers"])
+    order = _Order([-1] * max(1, 2 * workers))
+    begun = time.monotonic()
+    loader = DataLoader(
+        _Files(files, asked["mmap"]),
+        batch_size=1,
+        sampler=order,
+        num_workers=workers,
+        collate_fn=_first,
+        persistent_workers=workers > 0,
+    )
+    for _ in loader:
+        pass
+    indices = list(range(len(files)))
+    random.Random(0).shuffle(indices)
+    order[:] = indices * (64 if asked["again"] else 1)
+    started, cpu = time.monotonic(), _cpu()
+    first = last = started
     size = 0
-    loader = DataLoader(_Files(files, mapped), batch_size=1, num_workers=workers, collate_fn=_first, shuffle=True)
-    turns = iter(loader)
-    first_seconds = 0.0
-    for sample in turns:
+    for sample in loader:
         last = time.monotonic()
-        first_seconds = first_seconds or last - begun
+        first = last if not size else first
         size += sum(tensor.nbytes for tensor in _tensors(sample))
-        if last - begun > seconds:
+        if last - started > asked["seconds"]:
             break
-    del turns, loader  # ends the workers, whose time then counts
-    return {"size": size, "seconds": last - begun, "first": first_seconds, "cpu": sum(os.times()[:4]) - cpu}
+    used = _cpu() - cpu
+    return {"size": size, "seconds": last - started, "first": first - begun, "cpu": used}
+
+
+def _cpu() -> float:
+    """Processor seconds of this process and of its children, which still run."""
+    me = psutil.Process()
+    times = [me.cpu_times(), *(child.cpu_times() for child in me.children(recursive=True))]
+    return float(sum(each.user + each.system for each in times))
 
 
 def main(parent: Parent) -> None:
@@ -84,7 +109,7 @@ def main(parent: Parent) -> None:
         for line in channel:
             asked = json.loads(line)
             try:
-                answer: dict[str, Any] = dict(_measure(files, asked["workers"], asked["mmap"], asked["seconds"]))
+                answer: dict[str, Any] = dict(_measure(files, asked))
             except Exception as error:  # what torch.load or a worker raises is the answer
                 answer = {"error": f"{type(error).__name__}: {error}"}
             channel.write(json.dumps(answer).encode() + b"\n")

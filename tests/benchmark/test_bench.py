@@ -1,0 +1,240 @@
+"""hsloader bench on small data: what it finds, what it says, and that nothing is left behind, also when interrupted."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hsloader
+from hsloader.benchmark.page import render_page
+from hsloader.benchmark.results import BenchReport
+from hsloader.benchmark.scratch import ScratchFile, ScratchFolder
+from tests.benchmark.test_verdict import measured, need
+from tests.reader.making import make_dataset
+
+SMALL: dict[str, Any] = {"seconds": 1.0, "scratch_bytes": 16 << 20, "threads": 2}
+
+
+def listing(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+@pytest.fixture
+def dataset_path(tmp_path: Path) -> Path:
+    make_dataset(tmp_path / "data.hs", samples=12, longest=60).close()
+    return tmp_path / "data.hs"
+
+
+def test_a_dataset_is_measured_and_left_as_it_was(dataset_path: Path) -> None:
+    before = listing(dataset_path.parent)
+    steps: list[str] = []
+    report = hsloader.bench(
+        dataset_path, step_ms=100, tokens_per_step=256, progress=lambda state: steps.append(state.part), **SMALL
+    )
+    assert listing(dataset_path.parent) == before
+    assert {m.part for m in report.measurements} >= {"disk", "decode", "pipeline"}
+    assert all(m.rate > 0 and m.limit > 0 for m in report.measurements)
+    assert {"disk", "decode", "pipeline"} <= set(steps)
+    assert report.need is not None
+    assert report.need.a_gpu == 2560 * report.bytes_a_token
+    assert "bound by" in report.verdict.sentence
+    document = json.loads(json.dumps(report.to_dict()))
+    assert document["read_options"] == json.loads(report.options_json())
+    assert eval(report.options_python(), {"hsloader": hsloader}) == hsloader.ReadOptions(**document["read_options"])
+
+
+def test_pages_of_a_dataset_are_dropped_only_when_asked(dataset_path: Path) -> None:
+    kept = [m.state for m in hsloader.bench(dataset_path, **SMALL).of("pipeline")]
+    assert "cold" not in kept
+    dropped = [m.state for m in hsloader.bench(dataset_path, drop_cache=True, **SMALL).of("pipeline")]
+    if _on_disk(dataset_path):
+        assert dropped[0] != "warm"  # reading a shard's index brings pages of so small a file back
+
+
+def _on_disk(path: Path) -> bool:
+    from hsloader.reader.modes import file_system
+
+    return file_system(path)[0] not in ("tmpfs", "ramfs", "overlay")
+
+
+def test_an_empty_folder_stays_empty(tmp_path: Path) -> None:
+    report = hsloader.bench(tmp_path, hidden_size=256, tokens_per_second=1000, **SMALL)
+    assert listing(tmp_path) == []
+    assert report.bytes_a_token == 4 * 256 * 2 + 5
+    assert 1.2 < report.ratio < 1.7
+    assert any("synthetic" in note for note in report.notes)
+
+
+def test_sample_files_are_loaded_the_stock_way_and_converted(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from hsloader.cli.demo_data import DemoShape, write_samples
+
+    dump = tmp_path / "dump"
+    dump.mkdir()
+    write_samples(dump, DemoShape(samples=3, mean_length=40, hidden_size=256, decoder_layers=8))
+    before = {name: (dump / name).stat().st_mtime_ns for name in listing(dump)}
+    report = hsloader.bench(dump, **SMALL)
+    assert {name: (dump / name).stat().st_mtime_ns for name in listing(dump)} == before
+    assert listing(tmp_path) == sorted(["dump", *(f"dump/{name}" for name in before)])
+    assert report.of("stock"), report.notes
+    assert report.of("pipeline")
+    assert report.bytes_a_token == 4 * 256 * 2 + 5
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"step_ms": 10}, "step_ms needs tokens_per_step"),
+        ({"step_ms": 10, "tokens_per_second": 1}, "give one of them"),
+        ({"tokens_per_second": -1}, "expected positive numbers"),
+        ({"gpus": 0}, "expected gpus >= 1"),
+        ({"scratch_bytes": 1}, "scratch_bytes >="),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(tmp_path: Path, wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        hsloader.bench(tmp_path, **wrong)
+
+
+def test_a_missing_path_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        hsloader.bench(tmp_path / "nowhere")
+
+
+def command(path: Path, *more: str) -> subprocess.Popen[str]:
+    line = [sys.executable, "-m", "hsloader", "bench", str(path), "--scratch", "64MiB", "--hidden-size", "512", *more]
+    here = str(Path(hsloader.__file__).parents[1])
+    return subprocess.Popen(
+        line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": here}
+    )
+
+
+def wait_for(folder: Path, running: subprocess.Popen[str]) -> None:
+    """Until there is something in ``folder``."""
+    until = time.monotonic() + 60
+    while not listing(folder):
+        assert running.poll() is None, running.communicate()
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_run_cleans_up(tmp_path: Path, number: signal.Signals, status: int) -> None:
+    with command(tmp_path, "--seconds", "60") as running:
+        wait_for(tmp_path, running)
+        running.send_signal(number)
+        running.communicate(timeout=60)
+    assert running.returncode == status
+    assert listing(tmp_path) == []
+
+
+def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    with command(tmp_path, "--seconds", "60") as running:
+        wait_for(tmp_path, running)
+        running.kill()
+        running.communicate(timeout=60)
+    left = [path for path in tmp_path.iterdir() if path.name.startswith(".hsloader-bench-")]
+    assert left
+    until = time.monotonic() + 30
+    for folder in left:
+        os.utime(folder, (0, 0))
+    while list(tmp_path.iterdir()) and time.monotonic() < until:
+        with ScratchFolder(tmp_path):
+            pass
+        time.sleep(0.1)  # the killed process's lock goes with its last thread
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_running_benchmark_keeps_its_scratch(tmp_path: Path) -> None:
+    with ScratchFolder(tmp_path) as first:
+        os.utime(first.path, (0, 0))
+        with ScratchFolder(tmp_path) as second:
+            assert first.path.is_dir()
+            assert second.path.is_dir()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_scratch_file_has_no_name(tmp_path: Path) -> None:
+    with ScratchFile(tmp_path) as scratch:
+        scratch.fill(1 << 20, 60.0, lambda size: None)
+        assert list(tmp_path.iterdir()) == []
+        data = np.frombuffer(os.pread(scratch.fd, 1 << 20, 0), np.uint8)
+        assert len(np.unique(data)) == 256
+
+
+def test_the_command_prints_a_verdict_and_a_document(dataset_path: Path) -> None:
+    with command(dataset_path, "--seconds", "1", "--tokens-per-second", "1000", "--threads", "1") as running:
+        text, errors = running.communicate(timeout=120)
+    assert running.returncode == 0, errors
+    assert "bound by" in text
+    assert "hsloader.ReadOptions(" in text
+    with command(dataset_path, "--seconds", "1", "--json", "--threads", "1") as running:
+        text, errors = running.communicate(timeout=120)
+    assert json.loads(text)["verdict"]["bound"]
+    assert errors == ""
+
+
+def made_up() -> BenchReport:
+    from hsloader.benchmark.verdict import judge, rates_of, with_limits
+
+    lines = [
+        measured("disk", 1.0, "cold", pattern="random", block=4 << 20, depth=4, way="buffered"),
+        measured("disk", 1.2, "cold", pattern="random", block=4 << 20, depth=4, way="O_DIRECT", from_memory=True),
+        measured("decode", 2.0, threads=1),
+        measured("decode", 3.5, threads=2),
+        measured("pipeline", 1.4, "cold", mode="mmap", threads=2),
+        measured("pipeline", 3.0, "warm", mode="mmap", threads=2),
+        measured("transfer", 50.0, memory="pinned"),
+        measured("stock", 0.3, "cold", workers=4),
+    ]
+    found = rates_of(lines, 1.48, in_memory=False)
+    return BenchReport(
+        path="/data/<set> & co",
+        subject="a dataset",
+        machine={"processor": "test", "cores": 2, "memory": 1 << 34, "file_system": "ext4", "kernel": "6"},
+        bytes_a_token=57_344,
+        ratio=1.48,
+        measurements=with_limits(lines, found),
+        need=need(1.0),
+        verdict=judge(found, need(1.0), hsloader.ReadOptions(threads=2, mode="pread")),
+        notes=["a note with <b>"],
+        seconds=30.0,
+    )
+
+
+@pytest.fixture(scope="module")
+def matplotlib_fonts() -> None:
+    """matplotlib keeps the fonts it has used open for the life of the process: before the tests look for leftovers."""
+    pytest.importorskip("matplotlib")
+    render_page(made_up())
+
+
+@pytest.mark.usefixtures("matplotlib_fonts")
+def test_the_page_is_one_file_with_its_plots(tmp_path: Path) -> None:
+    report = made_up()
+    report.save(tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert text == render_page(report)
+    assert text.count("data:image/svg+xml;base64,") == 4
+    assert "/data/&lt;set&gt; &amp; co" in text
+    assert "a note with &lt;b&gt;" in text
+    for foreign in ("<script", "http://", "https://", "<link"):
+        assert foreign not in text
+    assert ast.literal_eval(repr(report.to_dict())) == report.to_dict()
+
+
+def test_without_matplotlib_the_page_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"pip install hsloader\[report\]"):
+        made_up().save(tmp_path / "page.html")
