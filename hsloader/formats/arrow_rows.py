@@ -6,6 +6,7 @@ offset of its batch and its place in the batch.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -51,10 +52,11 @@ def rows_of(folder: str) -> Iterator[ArrowRow]:
     """All rows of the dataset in ``folder``, in order; ``SourceError`` if its files cannot be read."""
     number = 0
     for file, path in enumerate(_data_files(folder)):
-        for offset, batch in _batches(path):
-            for row in range(batch.num_rows):
-                yield _row(batch, number, (file, offset, row), path)
-                number += 1
+        with _damage(path):
+            for offset, batch in _batches(path):
+                for row in range(batch.num_rows):
+                    yield _row(batch, number, (file, offset, row), path)
+                    number += 1
 
 
 def read_row(folder: str, number: int, place: Place) -> ArrowRow:
@@ -65,10 +67,23 @@ def read_row(folder: str, number: int, place: Place) -> ArrowRow:
         raise SourceError(folder, f"the arrow dataset has {len(paths)} files, the plan speaks of file {file}")
     path = paths[file]
     stat = Path(path).stat()
-    batch = _batch_at(path, offset, (stat.st_size, stat.st_mtime_ns, stat.st_ino))
-    if not 0 <= row < batch.num_rows:
-        raise SourceError(path, f"the batch at {offset} has {batch.num_rows} rows, the plan speaks of row {row}")
-    return _row(batch, number, place, path)
+    with _damage(path):
+        batch = _batch_at(path, offset, (stat.st_size, stat.st_mtime_ns, stat.st_ino))
+        if not 0 <= row < batch.num_rows:
+            raise SourceError(path, f"the batch at {offset} has {batch.num_rows} rows, the plan speaks of row {row}")
+        return _row(batch, number, place, path)
+
+
+@contextlib.contextmanager
+def _damage(path: str) -> Iterator[None]:
+    """Whatever pyarrow makes of a damaged file is a ``SourceError``: it raises errors of many kinds."""
+    try:
+        yield
+    except (SourceError, GeneratorExit):
+        raise
+    except Exception as error:
+        what = f"{type(error).__name__}: {str(error)[:200]}"
+        raise SourceError(path, f"the arrow file is damaged, or pyarrow cannot read it ({what})") from error
 
 
 def _data_files(folder: str) -> list[str]:
@@ -101,35 +116,29 @@ def load_pyarrow() -> tuple[Any, Any]:
 def _batches(path: str) -> Iterator[tuple[int, Any]]:
     """The record batches of one file and their offsets."""
     pyarrow, ipc = load_pyarrow()
-    try:
-        with pyarrow.OSFile(path) as source:
-            size = source.size()
-            schema = ipc.read_schema(_message(ipc, source, path, size))
-            while True:
-                offset = source.tell()
-                message = _message(ipc, source, path, size)
-                if message is None:
-                    return
-                yield offset, _checked(ipc, message, schema, path)
-    except (pyarrow.ArrowException, OSError, ValueError, MemoryError) as error:
-        raise SourceError(path, f"the arrow file is damaged: {str(error)[:200]}") from None
+    with pyarrow.OSFile(path) as source:
+        size = source.size()
+        schema = ipc.read_schema(_message(ipc, source, path, size))
+        while True:
+            offset = source.tell()
+            message = _message(ipc, source, path, size)
+            if message is None:
+                return
+            yield offset, _checked(ipc, message, schema, path)
 
 
 @functools.lru_cache(maxsize=2)
 def _batch_at(path: str, offset: int, identity: tuple[int, int, int]) -> Any:
     """The batch at ``offset``; samples are read in order, so the last batch is asked for again and again."""
     pyarrow, ipc = load_pyarrow()
-    try:
-        with pyarrow.OSFile(path) as source:
-            size = source.size()
-            schema = ipc.read_schema(_message(ipc, source, path, size))
-            source.seek(offset)
-            message = _message(ipc, source, path, size)
-            if message is None:
-                raise SourceError(path, f"there is no batch at {offset}: the file changed since it was planned")
-            return _checked(ipc, message, schema, path)
-    except (pyarrow.ArrowException, OSError, ValueError, MemoryError) as error:
-        raise SourceError(path, f"the arrow file is damaged: {str(error)[:200]}") from None
+    with pyarrow.OSFile(path) as source:
+        size = source.size()
+        schema = ipc.read_schema(_message(ipc, source, path, size))
+        source.seek(offset)
+        message = _message(ipc, source, path, size)
+        if message is None:
+            raise SourceError(path, f"there is no batch at {offset}: the file changed since it was planned")
+        return _checked(ipc, message, schema, path)
 
 
 def _message(ipc: Any, source: Any, path: str, size: int) -> Any:

@@ -82,7 +82,7 @@ def _take_folder(result: Survey, folder: FoundFile) -> None:
     try:
         inside = describe_folder(folder)
     except SourceError as error:
-        result.bad.append(Skipped(folder.name or ".", error.reason))
+        result.bad.append(Skipped(folder.name or ".", f"{os.path.basename(error.path)}: {error.reason}"))  # noqa: PTH119
         return
     result.samples.extend(inside.samples)
     result.bad.extend(inside.bad)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -98,3 +101,28 @@ def test_an_arrow_folder_reports_what_is_missing_or_foreign() -> None:
     (foreign,) = [s for s in found.samples if s.row == 2]
     with pytest.raises(SourceError, match="token_ids differ from the arrow row's input_ids"):
         open_sample(foreign)
+
+
+def test_damaged_arrow_files_are_reported_with_their_folder(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    source = tmp_path / "source"
+    shutil.copytree(_GOLDEN / "speculators-0.9.0" / "source", source, copy_function=shutil.copyfile)
+    source.chmod(0o700)
+    arrow = source / "data-00000-of-00001.arrow"
+    whole = arrow.read_bytes()
+    for data in (b"", whole[:100], whole[:3000], whole[:-8], b"x" * 100, whole[:700] + b"\xff" * 300 + whole[1000:]):
+        arrow.write_bytes(data)
+        found = survey(source)
+        assert not found.samples
+        (bad,) = found.bad
+        assert bad.name == "."
+        assert "data-00000-of-00001.arrow" in bad.reason
+    arrow.unlink()
+    os.mkfifo(arrow)
+    assert "not a regular file" in survey(source).bad[0].reason
+
+
+def test_an_arrow_folder_without_pyarrow_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (bad,) = survey(_GOLDEN / "speculators-0.9.0" / "source").bad
+    assert "pip install pyarrow" in bad.reason
