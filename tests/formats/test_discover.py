@@ -6,6 +6,8 @@ import fcntl
 import json
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -162,3 +164,13 @@ def test_names_that_are_no_utf8(tmp_path: Path) -> None:
     (Path(os.fsdecode(os.fsencode(tmp_path) + b"/d\xff.pt"))).write_bytes(b"x")
     (name,) = _names(discover(tmp_path))
     assert os.fsencode(name) == b"d\xff.pt"
+
+
+def test_the_strict_readers_import_nothing_large() -> None:
+    code = (
+        "import importlib, pkgutil, sys; import hsloader.formats as room;"
+        "[importlib.import_module(f'hsloader.formats.{m.name}') for m in pkgutil.iter_modules(room.__path__)];"
+        "print(sorted({'torch', 'zarr', 'pyarrow', 'safetensors'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
