@@ -159,7 +159,7 @@ class Buffers:
 
 
 class Access:
-    """Reads byte ranges of open shards in ``mode``; with ``drop_pages`` their pages leave the page cache afterwards."""
+    """Reads byte ranges of open shards in ``mode``; with ``drop_pages`` those ``consumed`` leave the page cache."""
 
     def __init__(self, mode: str, drop_pages: bool) -> None:
         self.mode = mode
@@ -178,23 +178,25 @@ class Access:
             return room[start - first : stop - first]
         room = buffer.take(stop - start)
         _fill(shard, shard.handle.fd, room, start, stop)
-        if self.drop_pages:
-            os.posix_fadvise(shard.handle.fd, start, stop - start, os.POSIX_FADV_DONTNEED)
         return room
 
-    def consumed(self, shard: OpenShard, start: int, stop: int) -> int:
-        """Give back the pages of a decoded range of a map (first the map, or the kernel keeps them); bytes dropped."""
-        if not self.drop_pages or shard.map is None:
+    def consumed(self, shard: OpenShard, start: int, stop: int, last: bool) -> int:
+        """Give back the pages of a range that was decoded; the bytes they held.
+
+        The kernel keeps a page of which only a part is given back, and pages may have 2 MiB: one that two ranges share
+        goes with the second of them, or with this one if it is the ``last`` hereabouts. A mapped page is given back by
+        the map first, or the kernel keeps it.
+        """
+        if not self.drop_pages or shard.direct >= 0:
             return 0
-        if shard.large:  # a huge page that two ranges share goes with the second
-            first, last = start // _HUGE * _HUGE, stop // _HUGE * _HUGE
-        else:
-            first, last = -(-start // _PAGE) * _PAGE, stop // _PAGE * _PAGE
-        if last <= first:
+        first = start // _HUGE * _HUGE
+        end = min(shard.handle.size, -(-stop // _HUGE) * _HUGE) if last else stop // _HUGE * _HUGE
+        if end <= first:
             return 0
-        _libc.madvise(shard.address + first, last - first, _DONTNEED)
-        os.posix_fadvise(shard.handle.fd, first, last - first, os.POSIX_FADV_DONTNEED)
-        return last - first
+        if shard.map is not None:
+            _libc.madvise(shard.address + first, end - first, _DONTNEED)
+        os.posix_fadvise(shard.handle.fd, first, end - first, os.POSIX_FADV_DONTNEED)
+        return end - first
 
     def _bring_in(self, shard: OpenShard, start: int, stop: int) -> None:
         first = start // _PAGE * _PAGE

@@ -69,8 +69,9 @@ class FeederClient:
         missing = [name for name in self.fields if name not in dataset.fields]
         if missing or not self.fields:
             raise ValueError(f"{dataset.path} has no field {missing}; it has {', '.join(dataset.fields)}")
-        self._described = tuple(dataset.fields[name] for name in self.fields)
-        self._row_bytes = tuple(field.row_bytes for field in self._described)
+        described = [dataset.fields[name] for name in self.fields]
+        self._row_bytes = tuple(field.row_bytes for field in described)
+        self._kinds = [(field.type.bits, field.row_bytes, field.shape) for field in described]
         self._table = SampleTable(dataset.segment_of, dataset.first_rows, dataset.lengths)
         size = RingShape.round_slot(slot_bytes)
         _check_budget(size, budget)
@@ -184,9 +185,11 @@ class FeederClient:
         slot.ask(key, offsets, request.rows, pack_blob(offsets, request.rows, wire))
         self._ask(slot)
         self._keys[key] = slot
-        self.counters[TrainerCounter.REQUESTED] += 1
-        self.counters[TrainerCounter.LAST_CALL] = time.monotonic_ns()
         self._ring_bell()
+        counters = self.counters
+        counters[TrainerCounter.REQUESTED] += 1
+        counters[TrainerCounter.LAST_CALL] = time.monotonic_ns()
+        counters[TrainerCounter.SLOTS_BUSY] = self._busy()
         return True
 
     def ready(self, key: int) -> bool:
@@ -246,7 +249,8 @@ class FeederClient:
 
     def done(self, key: int) -> None:
         """The batch is needed no more; its slot is free once no hold is left. Unknown keys are ignored."""
-        self._keys.pop(key, None)
+        if self._keys.pop(key, None) is not None:
+            self.counters[TrainerCounter.SLOTS_BUSY] = self._busy()
 
     def hold(self, key: int, owner: object | None = None) -> int:
         """Keep the batch's memory until ``release`` of the number returned, or until ``owner`` is collected."""
@@ -274,6 +278,7 @@ class FeederClient:
         self.counters[TrainerCounter.GENERATION] += 1
         self.counters[TrainerCounter.CANCELLED] += len(self._keys)
         self._keys.clear()
+        self.counters[TrainerCounter.SLOTS_BUSY] = self._busy()
         self._ring_bell()
 
     def close(self) -> None:
@@ -302,7 +307,7 @@ class FeederClient:
             raise LoaderError("the loader is closed; make a new one")
 
     def _choose(self, dataset: Dataset) -> EngineSettings:
-        widest = max(self._described, key=lambda field: field.row_bytes).name
+        widest = max(self.fields, key=lambda name: dataset.fields[name].row_bytes)
         mode = choose_mode(
             self.options,
             self.dataset_path,
@@ -364,6 +369,11 @@ class FeederClient:
     def _is_free(self, slot: Slot) -> bool:
         return not slot.holds and self._keys.get(slot.key) is not slot and slot.acknowledged()
 
+    def _busy(self) -> int:
+        """Slots that are asked for, filled or held."""
+        held = {id(slot) for slot in self._holds.values() if self._keys.get(slot.key) is not slot}
+        return len(self._keys) + len(held)
+
     def _collect(self) -> None:
         """Take in what finalizers released."""
         while self._released:
@@ -395,7 +405,7 @@ class FeederClient:
             self.counters[TrainerCounter.RECEIVED] += 1
             self.counters[TrainerCounter.LAST_SERIAL] = slot.serial
             self.counters[TrainerCounter.BAD_SAMPLES] += len({entry.sample for entry in bad})
-        return slot.filled(self._described, bad, completion)
+        return slot.filled(self._kinds, bad, completion)
 
     def _watch(self, timeout: float | None) -> None:
         """Wait for the feeder to say something, to end, or for a tick; bring a dead one back."""

@@ -14,9 +14,11 @@ import numpy.typing as npt
 from hsloader.reader.batch import BadSample
 from hsloader.reader.hosts import Host
 from hsloader.reader.ring import Completion, Request, Ring
-from hsloader.store.fields import Field
 
-__all__ = ["Filled", "Slot", "State", "watch_forks"]
+__all__ = ["Filled", "Slot", "SpanKind", "State", "watch_forks"]
+
+# What a span of a field looks like: the bits' type, bytes of a row, shape of a row.
+SpanKind = tuple[np.dtype[np.generic], int, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +94,12 @@ class Slot:
         request: Request | None = self.ring.request(self.number)
         return self.ring.completion_blob(request, completion) if request is not None and completion.blob_bytes else b""
 
-    def filled(self, fields: Sequence[Field], bad: tuple[BadSample, ...], completion: Completion) -> Filled:
+    def filled(self, kinds: Sequence[SpanKind], bad: tuple[BadSample, ...], completion: Completion) -> Filled:
         """The batch as views of the slot."""
         memory = self.ring.slot(self.number)
         spans = []
-        for field, offset, rows in zip(fields, self.offsets, self.rows, strict=True):
-            span = memory[offset : offset + rows * field.row_bytes]
-            spans.append(span.view(field.type.bits).reshape(rows, *field.shape))
+        for (bits, width, shape), offset, rows in zip(kinds, self.offsets, self.rows, strict=True):
+            spans.append(memory[offset : offset + rows * width].view(bits).reshape(rows, *shape))
         seconds = (completion.finished - completion.started) / 1e9
         return Filled(self.key, self.ring_number, self.number, tuple(spans), memory, bad, seconds)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -20,17 +21,12 @@ PIECES = np.dtype([("field_index", "<i8"), ("sample", "<i8"), ("start", "<i8"), 
 
 # One piece as the feeder gets it: ``row`` is the first row in the segment's arrays. ``sample`` serves error records.
 WIRE = np.dtype(
-    [
-        ("field", "<u4"),
-        ("segment", "<u4"),
-        ("sample", "<i8"),
-        ("row", "<i8"),
-        ("rows", "<i8"),
-        ("dest", "<i8"),
-    ]
+    [("field", "<i8"), ("segment", "<i8"), ("sample", "<i8"), ("row", "<i8"), ("rows", "<i8"), ("dest", "<i8")]
 )
 
 SPAN_ALIGNMENT = 512  # what CUDA's own allocations have; a span of a slot starts at a multiple of it
+
+_FIELD_SHIFT = 48  # more rows than any span has
 
 Pieces = npt.NDArray[np.void]
 
@@ -71,44 +67,48 @@ def to_wire(request: BatchRequest, table: SampleTable) -> Pieces:
     Empty pieces vanish. Checked: the field, the sample, the rows inside the sample and inside the span, and that no
     two pieces of a field share a row of the span.
     """
-    pieces = request.pieces
-    counts = pieces["stop"] - pieces["start"]
-    if (counts <= 0).any():
-        if (counts < 0).any():
-            _refuse(pieces, counts < 0, "stop lies before start")
-        pieces, counts = pieces[counts > 0], counts[counts > 0]
-    field, sample, dest = pieces["field_index"], pieces["sample"], pieces["dest_row"]
-    _demand(pieces, (field >= 0) & (field < len(request.rows)), f"there are {len(request.rows)} fields")
-    _demand(pieces, (sample >= 0) & (sample < len(table.lengths)), f"there are {len(table.lengths):,} samples")
-    _demand(pieces, (pieces["start"] >= 0) & (pieces["stop"] <= table.lengths[sample]), "rows outside the sample")
+    # The trainer's thread pays for this in every step: few numpy calls, and words only for what is wrong.
+    columns = np.ascontiguousarray(request.pieces).view(np.int64).reshape(-1, 5).T
+    field, sample, start, stop, dest = columns
+    rows = stop - start
     spans = np.array(request.rows, np.int64)
-    _demand(pieces, (dest >= 0) & (dest + counts <= spans[field]), f"rows outside its span; spans have {request.rows}")
-    order = np.lexsort((dest, field))
-    wire = np.empty(len(pieces), WIRE)
-    wire["field"], wire["sample"], wire["rows"], wire["dest"] = field, sample, counts, dest
-    wire["segment"] = table.segment_of[sample]
-    wire["row"] = table.first_rows[sample] + pieces["start"]
-    wire = wire[order]
-    ends = wire["dest"] + wire["rows"]
-    crossing = (wire["field"][1:] == wire["field"][:-1]) & (wire["dest"][1:] < ends[:-1])
-    if crossing.any():
-        at = int(np.argmax(crossing))
-        first, second = pieces[order[at]], pieces[order[at + 1]]
-        raise ValueError(f"two pieces share rows of a span: {_words(first)} and {_words(second)}")
-    return wire
+    sound = (field.view(np.uint64) < len(spans)) & (sample.view(np.uint64) < len(table.lengths))
+    if not (sound & (start >= 0) & (dest >= 0) & (rows >= 0)).all():
+        _refuse(request, table)
+    if not ((stop <= table.lengths[sample]) & (dest + rows <= spans[field])).all():
+        _refuse(request, table)
+    wire = np.stack((field, table.segment_of[sample], sample, table.first_rows[sample] + start, rows, dest), axis=1)
+    if not rows.all():
+        wire = wire[rows > 0]
+    # One number orders pieces by field and row, and the end of one may not pass the beginning of the next.
+    place = (wire[:, 0] << _FIELD_SHIFT) + wire[:, 5]
+    if not (place[1:] >= (place + wire[:, 4])[:-1]).all():
+        order = np.argsort(place, kind="stable")
+        wire, place = wire[order], place[order]
+        crossing = place[1:] < (place + wire[:, 4])[:-1]
+        if crossing.any():
+            at = int(np.argmax(crossing))
+            both = " and ".join(f"rows {d} to {d + n} of field {f}" for f, _, _, _, n, d in wire[at : at + 2].tolist())
+            raise ValueError(f"two pieces share rows of a span: {both}")
+    return np.ascontiguousarray(wire).view(WIRE).reshape(-1)
 
 
-def _demand(pieces: Pieces, sound: npt.NDArray[np.bool_], what: str) -> None:
-    if not sound.all():
-        _refuse(pieces, ~sound, what)
-
-
-def _refuse(pieces: Pieces, wrong: npt.NDArray[np.bool_], what: str) -> None:
-    raise ValueError(f"a batch's piece cannot be read ({what}): {_words(pieces[int(np.argmax(wrong))])}")
-
-
-def _words(piece: np.void) -> str:
-    return (
-        f"field {piece['field_index']}, sample {piece['sample']}, tokens {piece['start']} to {piece['stop']} "
-        f"at row {piece['dest_row']}"
-    )
+def _refuse(request: BatchRequest, table: SampleTable) -> NoReturn:
+    """Say which piece cannot be, and why."""
+    for piece in request.pieces:
+        field, sample, start, stop, dest = piece.tolist()
+        problem = ""
+        if not 0 <= field < len(request.rows):
+            problem = f"there are {len(request.rows)} fields"
+        elif not 0 <= sample < len(table.lengths):
+            problem = f"there are {len(table.lengths):,} samples"
+        elif stop < start:
+            problem = "stop lies before start"
+        elif start < 0 or stop > table.lengths[sample]:
+            problem = f"rows outside the sample, which has {table.lengths[sample]:,}"
+        elif dest < 0 or dest + stop - start > request.rows[field]:
+            problem = f"rows outside its span, which has {request.rows[field]:,}"
+        if problem:
+            break
+    words = f"field {field}, sample {sample}, tokens {start} to {stop} at row {dest}"
+    raise ValueError(f"a batch's piece cannot be read: {words}: {problem}")

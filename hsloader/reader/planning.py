@@ -13,9 +13,12 @@ from hsloader.store.stored_segment import ArrayInfo
 
 __all__ = ["Cut", "Frame", "Run", "ShardGroup", "gaps", "runs_of", "split_by_array", "split_by_shard"]
 
-# Frames that lie closer than this in a shard are read together; reading the gap costs less than another request.
+# Frames that lie closer than this in a shard are read together: reading the gap costs less than another request ...
 _GAP_BYTES = 64 << 10
-RUN_BYTES = 4 << 20  # ... up to this length: the piece of work of one read and of one decoder
+# ... up to this length: the piece of work of one read and of one decoder.
+RUN_BYTES = 4 << 20
+# Ranges that lie closer than this may share a page of the page cache.
+_NEAR_BYTES = 2 << 20
 
 Ints = npt.NDArray[np.int64]
 Pieces = npt.NDArray[np.void]
@@ -65,11 +68,12 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A byte range of a shard with the frames in it, in file order."""
+    """A byte range of a shard with the frames in it, in file order. ``last``: the next one is not near."""
 
     start: int
     stop: int
     frames: list[Frame]
+    last: bool
 
 
 def split_by_array(wire: Pieces) -> Iterator[tuple[int, int, Pieces]]:
@@ -119,18 +123,23 @@ def runs_of(group: ShardGroup, index: npt.NDArray[np.uint64]) -> tuple[list[Run]
     longest = group.array.codec.max_frame_bytes
     absurd = [frame for frame in frames if frame.length > longest]
     frames = sorted((frame for frame in frames if frame.length <= longest), key=lambda frame: frame.offset)
-    runs: list[Run] = []
-    held: list[Frame] = []
+    groups: list[list[Frame]] = []
     for frame in frames:
-        if held and (
-            frame.offset - (held[-1].offset + held[-1].length) > _GAP_BYTES
+        held = groups[-1] if groups else []
+        if (
+            not held
+            or frame.offset - (held[-1].offset + held[-1].length) > _GAP_BYTES
             or frame.offset + frame.length - held[0].offset > RUN_BYTES
         ):
-            runs.append(_run(held))
-            held = []
-        held.append(frame)
-    if held:
-        runs.append(_run(held))
+            groups.append([frame])
+        else:
+            held.append(frame)
+    ends = [(held[0].offset, held[-1].offset + held[-1].length) for held in groups]
+    following = [start for start, _ in ends[1:]] + [1 << 62]
+    runs = [
+        Run(start, stop, held, later - stop > _NEAR_BYTES)
+        for (start, stop), held, later in zip(ends, groups, following, strict=True)
+    ]
     return runs, absurd
 
 
@@ -145,7 +154,3 @@ def gaps(wire: Pieces, rows: tuple[int, ...]) -> list[tuple[int, int, int]]:
         open_ones = np.flatnonzero(end > begin)
         found += [(field, int(begin[i]), int(end[i])) for i in open_ones]
     return found
-
-
-def _run(frames: list[Frame]) -> Run:
-    return Run(frames[0].offset, frames[-1].offset + frames[-1].length, frames)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from hsloader.errors import DatasetError
 from hsloader.reader.access import Buffer, OpenShard, populate_for_writing
 from hsloader.reader.batch import Batch
-from hsloader.reader.counters import Stage, ThreadCounter
+from hsloader.reader.counters import FeederCounter, Stage, ThreadCounter
 from hsloader.reader.planning import Cut, Frame, Run, ShardGroup, gaps, runs_of, split_by_array, split_by_shard
 from hsloader.reader.workers import Shared, Work, Worker
 from hsloader.store.codec import FrameError
@@ -66,6 +66,7 @@ def _new_pages(shared: Shared, batch: Batch) -> list[tuple[int, int]]:
         return []
     shared.faulted.add(batch.slot)
     size = len(batch.memory)
+    shared.ring.feeder[FeederCounter.PREFAULTED] = len(shared.faulted) * size
     return [(start, min(size, start + _FAULT_BYTES)) for start in range(0, size, _FAULT_BYTES)]
 
 
@@ -223,7 +224,9 @@ class _Decode(_Step):
                 row[ThreadCounter.FRAME_BYTES] += sum(frame.length for frame in run.frames)
                 row[ThreadCounter.DECODED_BYTES] += decoded
                 row[ThreadCounter.DECODE_NS] += time.monotonic_ns() - begun
-            row[ThreadCounter.DROPPED_BYTES] += shared.access.consumed(read.shard, run.start, run.stop)
+            if shared.access.drop_pages:
+                worker.stage(Stage.DROP, batch, run.start, run.stop - run.start)
+                row[ThreadCounter.DROPPED_BYTES] += shared.access.consumed(read.shard, run.start, run.stop, run.last)
         finally:
             shared.buffers.give(self.buffer)
         worker.finish(batch, decoded)
