@@ -76,6 +76,7 @@ class HiddenStateDataset(IterableDataset[Any]):
     def close(self) -> None:
         """Free what this process's iterations needed."""
         self._loader.close()
+        self._epoch.close()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self._path, "settings": self._settings, "epoch": self._epoch}

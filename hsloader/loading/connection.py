@@ -25,6 +25,7 @@ from hsloader.monitor.lines import Opening
 from hsloader.monitor.neighbours import job_name
 from hsloader.monitor.reporter import Reporter
 from hsloader.monitor.voice import say
+from hsloader.monitor.words import plural
 from hsloader.order.sequence import BatchSequence
 from hsloader.reader.client import FeederClient
 from hsloader.reader.limits import cpu_share, default_budget, ranks_on_node
@@ -122,9 +123,9 @@ class Connection:
             )
         )
         described = epochs.describe()
-        more = (
-            f"; {left_out} batches make no full step for {self.ranks.world} ranks and are left out" if left_out else ""
-        )
+        more = ""
+        if left_out:
+            more = f"; {plural(left_out, 'batch', 'batches')} left out, too few for a step of {self.ranks.world} ranks"
         if more or described != f"{len(dataset):,} samples":
             say(f"{self.settings.split}: {described}{more}")
 

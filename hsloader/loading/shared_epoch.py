@@ -50,9 +50,14 @@ class SharedEpoch:
         self._places[place] = self._places[1]
         return bool(before)
 
+    def close(self) -> None:
+        """Give the memory back; from now on the epoch is this process's alone."""
+        self._places = self._places.copy()
+        self._close()
+
     def __getstate__(self) -> dict[str, Any]:
         # While a worker is being spawned the descriptor travels with it; any other pickle is of the number alone.
-        spawning = context.get_spawning_popen() is not None
+        spawning = context.get_spawning_popen() is not None and self._close.alive
         return {"epoch": self.epoch, "fd": reduction.DupFd(self._fd) if spawning else None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

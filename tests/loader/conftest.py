@@ -1,0 +1,26 @@
+"""A dataset that the loader's tests read and none changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from hsloader.store.dataset import Dataset, open_dataset
+from tests.loader.making import write
+
+
+@pytest.fixture(scope="session")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """24 samples of up to 90 tokens."""
+    return write(tmp_path_factory.mktemp("loader") / "data.hs")
+
+
+@pytest.fixture
+def dataset(path: Path) -> Iterator[Dataset]:
+    """That dataset, open."""
+    with open_dataset(path) as dataset:
+        yield dataset

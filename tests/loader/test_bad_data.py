@@ -1,0 +1,129 @@
+"""Samples whose bytes are damaged: named and raised, or left out by the trainer family's rule."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hsloader import DamageError, DataLoader
+from hsloader.store.dataset import open_dataset
+from hsloader.store.writer import Writer
+from tests.loader.making import PACKED, PADDED, RAW, assert_same, reference, write
+
+
+def damage(path: Path, sample: int, field: str = "hidden_states") -> None:
+    """Flip a byte in the frame of the sample's first chunk."""
+    with open_dataset(path) as dataset:
+        array = dataset.segments[dataset.segment_of[sample]].array(field)
+        chunk = int(dataset.first_rows[sample]) // array.chunk_rows
+        shard, slot = divmod(chunk, array.shard_chunks)
+        handle = dataset._shards.get(array, shard)
+        offset, size = (int(n) for n in handle.index[slot])
+        file = handle.path
+    data = bytearray(file.read_bytes())
+    data[offset + size // 2] ^= 0xFF
+    file.chmod(0o644)
+    file.write_bytes(data)
+
+
+@pytest.fixture
+def damaged(path: Path, tmp_path: Path) -> Path:
+    """The usual dataset with samples 3 and 4 damaged."""
+    copy = tmp_path / "data.hs"
+    shutil.copytree(path, copy)
+    damage(copy, 3)
+    damage(copy, 4)
+    return copy
+
+
+@pytest.mark.parametrize("settings", [PACKED, PADDED, RAW], ids=["packed", "padded", "raw"])
+def test_damage_is_raised_and_named_each_time(damaged: Path, settings: dict[str, Any]) -> None:
+    with DataLoader(damaged, shuffle=False, **settings) as loader:
+        batches, got = iter(loader), []
+        with pytest.raises(DamageError) as first:
+            got.extend(batches)
+        with pytest.raises(DamageError) as again:  # the position has not moved
+            next(batches)
+        assert loader.state_dict()["position"] == len(got)
+    text = str(first.value)
+    assert text == str(again.value)
+    for part in (str(damaged), "hidden_states", "chunk", "sample ", "hsloader verify", "on_bad='skip'"):
+        assert part in text
+
+
+@pytest.mark.parametrize("settings", [PACKED, PADDED, RAW], ids=["packed", "padded", "raw"])
+def test_skip_leaves_the_batch_and_drops_the_sample(
+    path: Path, damaged: Path, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with DataLoader(damaged, on_bad="skip", **settings) as loader, open_dataset(path) as sound:
+        for epoch in range(2):
+            plan = loader.batch_sampler._generate_batches(epoch)
+            for batch, samples in zip(loader, plan, strict=True):
+                assert_same(batch, reference(sound, samples, settings, bad=[3, 4]))
+                if "error_records" in batch:
+                    assert batch["error_records"] == len({3, 4} & set(samples))
+        assert loader.stats()["skipped_samples"] == 2
+    assert caplog.text.count("left out, as on_bad='skip' says") == 2
+
+
+def test_a_packed_batch_that_loses_all_is_padding(damaged: Path) -> None:
+    with DataLoader(damaged, samples=[3], on_bad="skip", **PACKED) as loader:
+        (batch,) = loader
+    assert batch["error_records"] == 1
+    assert not batch["loss_mask"].any()
+    assert (batch["document_ids"] == -1).all()
+
+
+def test_a_padded_batch_that_loses_all_is_refused(damaged: Path) -> None:
+    with (
+        DataLoader(damaged, samples=[3, 4], on_bad="skip", **{**PADDED, "batch_size": 2}) as loader,
+        pytest.raises(DamageError, match="no supervised token"),
+    ):
+        next(iter(loader))
+
+
+def test_bad_token_fields_count_too(path: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "data.hs"
+    shutil.copytree(path, copy)
+    damage(copy, 0, "loss_mask")
+    with DataLoader(copy, **RAW) as loader, pytest.raises(DamageError, match="loss_mask"):
+        list(loader)
+
+
+def test_masks_that_filters_must_read_are_checked(tmp_path: Path) -> None:
+    """Where the samples table leaves open whether enough supervised tokens survive the cut."""
+    copy = tmp_path / "data.hs"
+    with Writer(copy) as writer:
+        writer.append(input_ids=torch.arange(20), loss_mask=torch.tensor([1] + [0] * 10 + [1] * 9))
+    settings = {**RAW, "min_loss_tokens": 1, "max_length": 10}
+    with DataLoader(copy, **settings) as loader:
+        assert len(loader) == 1
+    with pytest.raises(ValueError, match="no sample is left"):
+        DataLoader(copy, **{**settings, "min_loss_tokens": 2})
+    damage(copy, 0, "loss_mask")
+    with pytest.raises(DamageError, match="loss_mask"):
+        DataLoader(copy, **{**settings, "min_loss_tokens": 2})
+
+
+def test_a_dataset_that_is_replaced_while_it_is_read(path: Path, tmp_path: Path) -> None:
+    """Another dataset at the same path: refused, not mixed."""
+    copy = tmp_path / "data.hs"
+    shutil.copytree(path, copy)
+    with DataLoader(copy, split="all", **RAW) as loader:  # reads nothing yet
+        shutil.rmtree(copy)
+        write(copy, 24, first=5)
+        with pytest.raises(Exception, match=r"replaced by another|fingerprint"):
+            list(loader)
+
+
+def test_a_dataset_that_vanishes(path: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "data.hs"
+    shutil.copytree(path, copy)
+    with DataLoader(copy, split="all", **RAW) as loader:
+        shutil.rmtree(copy)
+        with pytest.raises(Exception, match=str(copy)):
+            list(loader)
