@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import hsloader
-from hsloader.cli import bench, convert, demo, export, info, inspect, verify
+from hsloader.cli import bench, convert, demo, doctor, export, info, inspect, verify
 
 __all__ = ["app", "main"]
 
@@ -44,6 +44,7 @@ app.command()(info.info)
 app.command()(verify.verify)
 app.command()(export.export)
 app.command()(bench.bench)
+app.command()(doctor.doctor)
 
 
 def main() -> None:

@@ -40,6 +40,7 @@ class TrainerCounter(IntEnum):
     STARTED_AT = 12  # instant at which the client started
     SLOTS_BUSY = 13  # slots asked for, filled or held by the trainer
     LAST_SERIAL = 14  # the newest request whose batch wait() handed out
+    CLOSED_AT = 15  # instant at which the client was closed; the memory may outlive it
     SAMPLES = 16  # samples handed out
     TOKENS = 17  # tokens handed out, without padding
     ROWS = 18  # rows handed out, with padding

@@ -16,7 +16,7 @@ from hsloader.monitor.diagnosis import HostReport, Kind, Situation, Verdict, exi
 from hsloader.monitor.host import pressure_share
 from hsloader.monitor.kernel import Wait
 from hsloader.monitor.pyspy import frames_of
-from hsloader.monitor.roles import Group, Role, group_processes, roles_of
+from hsloader.monitor.roles import Group, Role, group_processes, is_python, roles_of
 from hsloader.monitor.samples import Observation
 from hsloader.monitor.sampling import observe
 from hsloader.monitor.summary import BusyThread, ProcessReport, summarise
@@ -114,7 +114,7 @@ def _labels(observation: Observation, groups: list[Group], roles: Mapping[int, R
     for group in groups:
         if group.trainer is not None:
             rank = observation.tracks[group.trainer].info.rank
-            name = f"rank {rank}" if several and rank is not None else "the training process"
+            name = f"rank {rank}" if several and rank is not None else _name(observation, group.trainer)
             labels[group.trainer] = f"{name} (pid {group.trainer})"
         for number, pid in enumerate(group.workers):
             labels[pid] = f"worker {number} (pid {pid})"
@@ -126,6 +126,11 @@ def _labels(observation: Observation, groups: list[Group], roles: Mapping[int, R
                 program = "compile worker"
             labels[pid] = program
     return labels
+
+
+def _name(observation: Observation, pid: int) -> str:
+    info = observation.tracks[pid].info
+    return "the training process" if is_python(info) else info.name
 
 
 def _situation(

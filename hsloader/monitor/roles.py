@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hsloader.monitor.samples import ProcessInfo
 
-__all__ = ["Group", "Role", "group_processes", "roles_of"]
+__all__ = ["Group", "Role", "group_processes", "is_python", "roles_of"]
 
 
 class Role(StrEnum):
@@ -101,7 +101,7 @@ def _role(process: ProcessInfo, parent: ProcessInfo | None, named: bool, on_gpu:
         return Role.FEEDER if "hsloader.reader" in line else Role.WORKER
     if "--multiprocessing-fork" in command:
         return Role.TRAINER if process.pid in on_gpu or named else Role.WORKER
-    if parent is not None and _is_python(parent):
+    if parent is not None and is_python(parent):
         # A fork without exec keeps the command line; the dead have none and are known by their name.
         forked = command == parent.command if command else process.name == parent.name
         if forked:
@@ -110,10 +110,11 @@ def _role(process: ProcessInfo, parent: ProcessInfo | None, named: bool, on_gpu:
         return Role.HELPER
     if any(mark in line for mark in _LAUNCH_MODULES) or _starts(command, _LAUNCHERS):
         return Role.LAUNCHER
-    return Role.TRAINER if _is_python(process) else Role.HELPER
+    return Role.TRAINER if is_python(process) else Role.HELPER
 
 
-def _is_python(process: ProcessInfo) -> bool:
+def is_python(process: ProcessInfo) -> bool:
+    """Whether a process runs a Python interpreter, by its program or its name."""
     program = Path(process.command[0]).name if process.command else process.name
     return program.startswith(("python", "pypy")) or process.name.startswith(("python", "pt_"))
 

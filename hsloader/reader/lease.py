@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hsloader.monitor.counters import TrainerCounter
 from hsloader.reader.batch import BadSample
 from hsloader.reader.hosts import Host
 from hsloader.reader.ring import Completion, Request, Ring
@@ -116,6 +118,8 @@ class State:
     def shut(self) -> None:
         """End the feeder and close the descriptors; in a forked child, whose feeder it is not, only the latter."""
         self.closed = True
+        if self.owner == os.getpid():
+            self.ring.trainer[TrainerCounter.CLOSED_AT] = time.monotonic_ns()
         if self.host is not None:
             self.host.close()
         self.ring.close()

@@ -159,7 +159,10 @@ def test_stopped_process(tmp_path: Path) -> None:
 
 def test_busy_process_is_told_from_a_waiting_one(tmp_path: Path) -> None:
     with script(tmp_path, "ready()\nwhile True: pass") as process:
-        found = _examine(process.pid)
+        for _ in range(5):  # a machine with much else to do may give it less than half a core
+            found = _examine(process.pid)
+            if found.processes[0].busy_threads:
+                break
     assert found.verdict.kind is Kind.TRAINER
     assert found.processes[0].busy_threads[0].tid == process.pid
     with script(tmp_path, "ready(); time.sleep(600)") as process:

@@ -1,0 +1,192 @@
+"""What holds a loader up, from two snapshots of its counters: disk, decode, transfer, the ring, or the trainer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from hsloader.monitor.counters import FeederCounter, Stage, ThreadCounter, TrainerCounter
+from hsloader.monitor.header import Snapshot
+from hsloader.monitor.stats import Interval
+from hsloader.monitor.words import plural, rate_text, share_text, time_text
+
+__all__ = ["Limit", "LimitVerdict", "limit_of"]
+
+
+class Limit(StrEnum):
+    """Where the limit is; the word that a verdict begins with."""
+
+    STARTING = "starting"
+    TRAINER = "trainer-bound"
+    RING = "ring-bound"
+    TRANSFER = "transfer-bound"
+    DECODE = "decode-bound"
+    DISK = "disk-bound"
+    LATENCY = "latency-bound"
+    FEEDER = "feeder-stuck"
+
+
+@dataclass(frozen=True, slots=True)
+class LimitVerdict:
+    """The limit, one sentence with the number that proves it, and the one action that would help most."""
+
+    limit: Limit
+    sentence: str
+    advice: str = ""
+
+
+_NO_WAIT = 0.05  # share of the time inside next() up to which the trainer is the limit
+_START = 10.0  # seconds for the first batch; what takes longer has another reason
+_BUSY = 0.2  # share of the time from which threads of a kind count as busy
+_QUIET = 5.0  # seconds without a call after which the trainer is said not to ask
+_SILENT = 5.0  # seconds in which a feeder with work must have looked at its requests; it looks every second
+
+
+def limit_of(before: Snapshot, after: Snapshot) -> LimitVerdict:
+    """The verdict on what happened between two snapshots of one ring."""
+    interval = Interval(before, after)
+    for check in (_starting, _stuck, _quiet, _trainer, _transfer, _ring):
+        found = check(interval)
+        if found is not None:
+            return found
+    return _reading(interval)
+
+
+def _starting(i: Interval) -> LimitVerdict | None:
+    now = i.after
+    if now[TrainerCounter.RECEIVED] or now[FeederCounter.FILLED]:
+        return None
+    if not now[FeederCounter.READY_AT]:
+        return LimitVerdict(Limit.STARTING, "starting: the feeder is not there yet")
+    since = (now.at - now[TrainerCounter.STARTED_AT]) / 1e9
+    if since > _START:
+        return None
+    return LimitVerdict(Limit.STARTING, f"starting: the first batch is being read, {time_text(since)} so far")
+
+
+def _stuck(i: Interval) -> LimitVerdict | None:
+    now = i.after
+    silent = (now.at - now[FeederCounter.SEEN_AT]) / 1e9
+    if not now.reading or now[FeederCounter.SEEN_AT] == 0 or silent < _SILENT:
+        return None
+    return LimitVerdict(
+        Limit.FEEDER,
+        f"feeder-stuck: the feeder (pid {now[FeederCounter.PID]}) has not looked at its requests for "
+        f"{time_text(silent)}: it is stopped, starved of CPU, or hangs",
+        f"look at it: hsloader doctor {now[FeederCounter.PID]}",
+    )
+
+
+def _quiet(i: Interval) -> LimitVerdict | None:
+    now = i.after
+    called = now[TrainerCounter.LAST_CALL]
+    quiet = (now.at - called) / 1e9
+    if not called or _waiting(now) or quiet < _QUIET or not now.ready:
+        return None
+    return LimitVerdict(
+        Limit.TRAINER,
+        f"trainer-bound: the trainer has not asked for a batch for {time_text(quiet)}; "
+        f"{now.ready} {'is' if now.ready == 1 else 'are'} ready",
+    )
+
+
+def _waiting(now: Snapshot) -> bool:
+    return bool(now[TrainerCounter.WAITING_SINCE] or now[TrainerCounter.NEXT_SINCE])
+
+
+def _trainer(i: Interval) -> LimitVerdict | None:
+    if i.data_wait > _NO_WAIT or (_waiting(i.after) and not i.after.ready):
+        return None
+    return LimitVerdict(
+        Limit.TRAINER,
+        f"trainer-bound: it waited for data {share_text(i.data_wait)} of the time; "
+        f"{i.after.ready} of {plural(i.after.slots, 'batch', 'batches')} in the ring "
+        f"{'is' if i.after.ready == 1 else 'are'} ready",
+    )
+
+
+def _transfer(i: Interval) -> LimitVerdict | None:
+    share = i.gained(TrainerCounter.TRANSFER_NS) / 1e9 / i.seconds
+    if share < 0.7 or not i.after.ready:
+        return None
+    rate = i.gained(TrainerCounter.TRANSFER_BYTES) / max(i.gained(TrainerCounter.TRANSFER_NS) / 1e9, 1e-9)
+    return LimitVerdict(
+        Limit.TRANSFER,
+        f"transfer-bound: copies to the GPU took {share_text(share)} of the time, at {rate_text(rate)} while they ran; "
+        f"{i.after.ready} of {i.after.slots} batches are ready",
+        "look at the PCIe link (nvidia-smi -q -d PCIE) and at the NUMA node of the process; hidden_states_dtype and "
+        "max_length decide how much is copied",
+    )
+
+
+def _ring(i: Interval) -> LimitVerdict | None:
+    now = i.after
+    idle = i.busy(ThreadCounter.READ_NS, ThreadCounter.INDEX_NS, threads=FeederCounter.READERS) < 0.2
+    working = any(row[ThreadCounter.TID] and row.stage is not Stage.IDLE for row in now.threads)
+    if now.reading or now.ready or working or not idle or not _waiting(now):
+        return None
+    return LimitVerdict(
+        Limit.RING,
+        f"ring-bound: the feeder has nothing to do, as all {now.slots} slots hold batches that the script keeps; "
+        f"next() waited {share_text(i.data_wait)} of the time",
+        "drop references to old batches, or raise ReadOptions(prefetch=...) above "
+        f"{now.slots * now.slot_bytes:,} bytes",
+    )
+
+
+def _reading(i: Interval) -> LimitVerdict:
+    """The trainer waits: the reads or the decoders are what it waits for."""
+    now = i.after
+    readers, decoders = now[FeederCounter.READERS], now[FeederCounter.DECODERS]
+    read = i.busy(ThreadCounter.READ_NS, ThreadCounter.INDEX_NS, threads=FeederCounter.READERS)
+    blocked = i.busy(ThreadCounter.BUFFER_NS, threads=FeederCounter.READERS)
+    decode = i.busy(ThreadCounter.DECODE_NS, threads=FeederCounter.DECODERS)
+    # A stage that is still running has not been counted: what a thread has been in for the whole interval.
+    read = max(read, _running(i, (Stage.READ, Stage.INDEX), readers))
+    decode = max(decode, _running(i, (Stage.DECODE,), decoders))
+    rate = rate_text(i.worked(ThreadCounter.READ_BYTES) / i.seconds)
+    decoded = rate_text(i.worked(ThreadCounter.DECODED_BYTES) / i.seconds)
+    proof = (
+        f"the trainer waited for data {share_text(i.data_wait)} of the time; {plural(readers, 'read thread')} "
+        f"spent {share_text(read)} of it in reads ({rate}), {plural(decoders, 'decode thread')} "
+        f"{share_text(decode)} in decoding ({decoded})"
+    )
+    if read < _BUSY and decode < _BUSY and blocked < _BUSY:
+        return _latency(i, proof)
+    if decode >= read or blocked > 0.3:
+        return LimitVerdict(
+            Limit.DECODE,
+            f"decode-bound: {proof}",
+            f"ReadOptions(threads={2 * max(1, decoders)}) if cores are free, else give the process more cores",
+        )
+    mode = now.info.get("mode", "")
+    more = f"ReadOptions(io_threads={2 * max(1, readers)})" if mode != "direct" else "faster storage"
+    return LimitVerdict(
+        Limit.DISK,
+        f"disk-bound: {proof}",
+        f"hsloader bench tells whether the disk gives more; try {more}, or move the dataset to a faster disk",
+    )
+
+
+def _latency(i: Interval, proof: str) -> LimitVerdict:
+    """Nobody is busy and yet the trainer waits: for the feeder's start, or for one request at a time."""
+    now = i.after
+    if now[FeederCounter.READY_AT] > i.before.at:
+        took = (now[FeederCounter.READY_AT] - now[FeederCounter.STARTED_AT]) / 1e9
+        return LimitVerdict(Limit.STARTING, f"starting: the feeder came up in this time, it took {time_text(took)}")
+    return LimitVerdict(
+        Limit.LATENCY,
+        f"latency-bound: {proof}",
+        f"raise ReadOptions(prefetch=...) above {now.slots * now.slot_bytes:,} bytes, so that more is read at once",
+    )
+
+
+def _running(i: Interval, stages: tuple[Stage, ...], threads: int) -> float:
+    if not threads:
+        return 0.0
+    spent = sum(
+        min(i.seconds, max(0.0, (i.after.at - row[ThreadCounter.SINCE]) / 1e9))
+        for row in i.after.threads
+        if row[ThreadCounter.TID] and row.stage in stages
+    )
+    return min(1.0, spent / i.seconds / threads)

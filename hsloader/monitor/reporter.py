@@ -1,0 +1,111 @@
+"""Reporter: what one loader says while it runs.  It lives in the trainer, has no thread, and costs nothing when silent.
+
+The loader calls it at the end of every ``next()`` and between the polls of a long wait; it decides whether a line is
+due.  Nothing here ever talks to another process.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from hsloader.monitor.counters import TrainerCounter
+from hsloader.monitor.header import Snapshot
+from hsloader.monitor.lines import Opening, epoch_text, first_batch_text, heartbeat_text, opening_text
+from hsloader.monitor.neighbours import Siblings, job_name
+from hsloader.monitor.stall import StallReport
+from hsloader.monitor.stats import flat_stats
+from hsloader.monitor.voice import say
+from hsloader.monitor.words import time_text
+
+__all__ = ["Reporter"]
+
+_FIRST_BEAT = 5.0  # seconds after an epoch began
+_WINDOW = 10.0  # seconds that a window of stats() spans at least, once the loader runs so long
+
+
+class Reporter:
+    """Says lines by the rule of ``voice``; rank 0 speaks, stall reports come from every rank.
+
+    ``read`` copies the ring's header; ``log_every`` seconds lie between two heartbeats (0: none).
+    """
+
+    def __init__(self, read: Callable[[], Snapshot], *, rank: int = 0, world: int = 1, log_every: float = 30.0) -> None:
+        self._read = read
+        self._rank = rank
+        self._log_every = log_every
+        self._speaks = rank == 0
+        self._opened = time.monotonic()
+        self._due = float("inf")
+        self._first = True
+        self._beat: Snapshot | None = None
+        self._epoch: Snapshot | None = None
+        self._windows: list[Snapshot] = []
+        self._siblings = Siblings(job_name(), rank) if world > 1 and self._speaks else None
+        self._stall: StallReport | None = None
+
+    def opened(self, opening: Opening) -> None:
+        """The loader is there; reading begins."""
+        if self._speaks:
+            say(opening_text(opening))
+
+    def epoch_began(self) -> None:
+        """An epoch (or the rest of one) begins; its counters are written."""
+        self._epoch = self._beat = self._read()
+        if self._siblings is not None:
+            self._siblings.slowest()
+        if self._log_every and self._speaks:
+            self._due = time.monotonic() + min(_FIRST_BEAT, self._log_every)
+
+    def batch_done(self) -> None:
+        """A batch was handed out and counted.  Takes a microsecond unless something is due."""
+        if self._first or self._stall is not None:
+            self._after_wait()
+        if time.monotonic() >= self._due:
+            self._heartbeat()
+
+    def stalled(self, seconds: float) -> None:
+        """``next()`` has waited so long.  Called again as long as it waits, at intervals that the caller chooses."""
+        if self._stall is None:
+            self._stall = StallReport()
+        prefix = f"rank {self._rank}: " if self._rank or self._siblings is not None else ""
+        say(prefix + self._stall.text(self._read(), seconds), logging.WARNING)
+
+    def epoch_ended(self) -> None:
+        """The last batch of the epoch was handed out."""
+        self._due = float("inf")
+        if self._epoch is None:
+            return
+        start, self._epoch = self._epoch, None
+        now = self._read()
+        if self._speaks and now[TrainerCounter.BATCHES] > start[TrainerCounter.BATCHES]:
+            say(epoch_text(start, now, start[TrainerCounter.EPOCH]))
+
+    def stats(self) -> dict[str, float]:
+        """The counters as a flat dict; see ``hsloader.monitor.stats`` for the names and units."""
+        now = self._read()
+        # The youngest snapshot that makes the window long enough; older ones are never needed again.
+        old = [s for s in self._windows if now.at - s.at >= _WINDOW * 1e9]
+        self._windows = [*old[-1:], *(s for s in self._windows if now.at - s.at < _WINDOW * 1e9)]
+        before = self._windows[0] if self._windows else None
+        if not self._windows or now.at - self._windows[-1].at >= 1e9:
+            self._windows.append(now)
+        return flat_stats(now, before)
+
+    def _after_wait(self) -> None:
+        if self._first:
+            self._first = False
+            if self._speaks:
+                say(first_batch_text(time.monotonic() - self._opened, self._read()))
+        if self._stall is not None:
+            stall, self._stall = self._stall, None
+            say(f"the stall is over: the batch came after {time_text(stall.seconds_so_far())}", logging.WARNING)
+
+    def _heartbeat(self) -> None:
+        now = self._read()
+        self._due = time.monotonic() + self._log_every
+        slowest = self._siblings.slowest() if self._siblings is not None else None
+        if self._beat is not None:
+            say(heartbeat_text(self._beat, now, slowest))
+        self._beat = now

@@ -1,0 +1,174 @@
+"""What a loader says, where it says it, and what it says of a real stall."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from hsloader.monitor.counters import TrainerCounter
+from hsloader.monitor.header import take_snapshot
+from hsloader.monitor.neighbours import Siblings, find_rings, job_name
+from hsloader.monitor.reporter import Reporter
+from hsloader.monitor.stall import StallReport
+from hsloader.monitor.voice import say
+from hsloader.reader.access import Access
+from hsloader.reader.client import FeederClient
+from tests.monitor.making import snapshot
+from tests.reader.making import make_client, make_dataset, request_of
+
+
+def _make_deaf(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has configured logging: pytest's own handlers are set aside."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+
+
+def _arrives(client: FeederClient, key: int) -> bool:
+    # The batch itself must not stay in a frame of the test: it would keep the ring.
+    return client.wait(key, 10) is not None
+
+
+def test_lines_go_to_stderr_until_somebody_listens(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _make_deaf(monkeypatch)
+    say("nobody listens")
+    assert capsys.readouterr().err == "hsloader: nobody listens\n"
+    heard: list[str] = []
+
+    class Ear(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            heard.append(record.getMessage())
+
+    logger = logging.getLogger("hsloader")
+    monkeypatch.setattr(logger, "handlers", [Ear()])
+    say("a level that is off")
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    logger.manager._clear_cache()  # type: ignore[attr-defined]
+    say("100 % is text, not a format")
+    logger.manager._clear_cache()  # type: ignore[attr-defined]
+    assert heard == ["100 % is text, not a format"]
+    assert capsys.readouterr().err == ""
+
+
+def test_rank_0_speaks_and_stalls_are_told_by_every_rank(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _make_deaf(monkeypatch)
+    counters = {TrainerCounter.BATCHES: 0, TrainerCounter.EPOCH_BATCHES: 10}
+    for rank in (0, 1):
+        now = time.monotonic()
+        reporter = Reporter(lambda now=now: snapshot(time.monotonic() - now, counters), rank=rank, log_every=0.05)
+        reporter.epoch_began()
+        counters[TrainerCounter.BATCHES] = 1
+        reporter.batch_done()
+        time.sleep(0.06)
+        reporter.batch_done()
+        reporter.epoch_ended()
+        counters[TrainerCounter.BATCHES] = 0
+        said = capsys.readouterr().err
+        if rank:
+            assert said == ""
+        else:
+            assert [line.split(",")[0] for line in said.splitlines() if line.startswith("hsloader: ")] == [
+                "hsloader: first batch 0.00 s after the loader opened; 0 of 4 batches in the ring are ready",
+                "hsloader: epoch 0",
+                "hsloader: epoch 0 is over",
+            ]
+        reporter.stalled(12.0)
+        said = capsys.readouterr().err
+        assert "next() has waited 12 s for batch 1 of 10 of epoch 0" in said
+        assert ("rank 1: " in said) == (rank == 1)
+        reporter.batch_done()
+        assert "the stall is over: the batch came after 12 s" in capsys.readouterr().err
+
+
+def test_stall_report_names_file_stage_and_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    read = Access.read
+
+    def slow(self: Access, *args: object) -> object:
+        go_on.wait(10)
+        return read(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Access, "read", slow)
+    with (
+        make_dataset(tmp_path / "data.hs", samples=4) as dataset,
+        make_client(dataset, in_process=True, mode="pread") as client,
+    ):
+        pieces = [(0, 0, 0, int(dataset.lengths[0]), 0)]
+        client.submit(0, request_of(pieces, len(dataset.fields)))
+        assert client.wait(0, 0.5) is None
+        began = time.monotonic()
+        report = StallReport()
+        text = report.text(take_snapshot(client.ring.fd), 0.5)
+        assert time.monotonic() - began < 2.0
+        again = report.text(take_snapshot(client.ring.fd), 0.9)
+        go_on.set()
+        assert _arrives(client, 0)
+    assert "next() has waited 0.50 s for batch 1 of epoch 0" in text
+    assert "reading segments/000000/hidden_states/c.0.0.0 at 0 B (" in text.replace("c/0/0/0", "c.0.0.0")
+    assert f"{tmp_path / 'data.hs'} is on " in text
+    assert "memory: " in text
+    assert "kernel wait futex" in text or "waiting for a lock" in text
+    assert "starting: the first batch is being read" in again
+
+
+def test_stall_report_and_top_see_a_stopped_feeder(tmp_path: Path) -> None:
+    with make_dataset(tmp_path / "data.hs", samples=4) as dataset:
+        with make_client(dataset) as client:
+            whole = request_of([(0, 0, 0, int(dataset.lengths[0]), 0)], len(dataset.fields))
+            client.submit(0, whole)
+            assert _arrives(client, 0)
+            (ring,) = [ring for ring in find_rings() if ring.owner == os.getpid()]
+            assert ring.snapshot.info["dataset"] == str(dataset.path)
+            assert ring.snapshot[TrainerCounter.RECEIVED] == 1
+            assert client.pid is not None
+            os.kill(client.pid, signal.SIGSTOP)
+            client.submit(1, whole)
+            assert client.wait(1, 0.2) is None
+            text = StallReport().text(take_snapshot(client.ring.fd), 0.2)
+            assert f"the feeder (pid {client.pid}) is stopped; let it go on with: kill -CONT {client.pid}" in text
+            os.kill(client.pid, signal.SIGCONT)
+            assert _arrives(client, 1)
+            client.submit(2, whole)
+            client.submit(3, whole)
+            deadline = time.monotonic() + 5
+            while (now := take_snapshot(client.ring.fd)).ready < 2 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert (now.ready, now.reading) == (2, 0)
+            client.abandon()
+            assert take_snapshot(client.ring.fd).ready == 0
+        assert not [ring for ring in find_rings() if ring.owner == os.getpid()]
+
+
+def test_slowest_rank_is_found_among_the_rings_of_the_job(tmp_path: Path) -> None:
+    with make_dataset(tmp_path / "data.hs", samples=4) as dataset:
+        clients = [make_client(dataset) for _ in range(3)]
+        try:
+            for rank, client in enumerate(clients):
+                job = "mine" if rank < 2 else "another"
+                client.ring.write_info({**client.ring.info(), "rank": rank, "job": job})
+                client.submit(0, request_of([(0, 0, 0, 5, 0)], len(dataset.fields)))
+                assert _arrives(client, 0)
+            siblings = Siblings("mine", 0)
+            assert siblings.slowest() is None
+            clients[1].counters[TrainerCounter.NEXT_NS] += 10**9
+            found = siblings.slowest()
+            assert found is not None
+            assert (found[0], found[2]) == (1, 2)
+            assert found[1] > 0.9
+        finally:
+            for client in clients:
+                client.close()
+
+
+def test_job_names() -> None:
+    assert job_name({}) == ""
+    assert job_name({"SLURM_JOB_ID": "77"}) == "77"
+    assert job_name({"TORCHELASTIC_RUN_ID": "none", "MASTER_PORT": "29500"}) == "none:29500"
