@@ -18,6 +18,7 @@ import numpy as np
 
 from hsloader.conversion.checks import StateCheck, check_ids
 from hsloader.conversion.digests import rows_digest
+from hsloader.conversion.flusher import Flusher
 from hsloader.conversion.pipeline import EncodedSample, Pipeline
 from hsloader.conversion.readback import Expected, read_back
 from hsloader.conversion.report import Quarantined
@@ -105,7 +106,10 @@ class _Conversion:
         began = time.monotonic()
         directory = Path(task.directory)
         with SegmentWriter(directory, task.fields, task.layout, bf16_as=task.bf16_as) as writer:
-            with Pipeline(writer, self._states, task.threads, digest=task.read_back) as pipeline:
+            with (
+                Flusher(directory),
+                Pipeline(writer, self._states, task.threads, digest=task.read_back) as pipeline,
+            ):
                 for sample in task.samples:
                     self._feed(writer, pipeline, sample)
             # In the order of the plan: samples are settled in an order that depends on the number of threads.
