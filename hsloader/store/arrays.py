@@ -5,6 +5,7 @@ torch is only imported where a tensor is involved.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hsloader.store.dtypes import DTYPES, dtype_of
-from hsloader.store.fields import Field
+from hsloader.store.fields import Field, check_field_set
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +44,7 @@ def as_bits(value: Any, dtype: str) -> Bits:
     if _is_tensor(value):
         if found != dtype:
             raise TypeError(f"expected {dtype}, found {found}")
-        tensor = value.detach().cpu().contiguous()
+        tensor = value.detach().cpu().contiguous().resolve_neg()
         if dtype in _CARRIERS:
             import torch
 
@@ -80,27 +81,45 @@ def infer_field(name: str, value: Any, codec: str) -> Field:
 
 def declared_fields(declared: Mapping[str, Any] | Iterable[Field], codec: str) -> tuple[Field, ...]:
     """Fields from ``{name: dtype}``, ``{name: (dtype, shape)}`` or ready-made ``Field`` objects."""
-    if not isinstance(declared, Mapping):
-        return tuple(declared)
     fields = []
-    for name, what in declared.items():
+    for each in declared.items() if isinstance(declared, Mapping) else declared:
+        if isinstance(each, Field):
+            fields.append(each)
+            continue
+        name, what = each
         if isinstance(what, Field):
             fields.append(replace(what, name=name))
             continue
         dtype, shape = (what, ()) if isinstance(what, str) else what
-        fields.append(Field(name=name, dtype=dtype, shape=tuple(shape), codec=codec))
+        fields.append(Field(name=name, dtype=dtype, shape=shape, codec=codec))
+    check_field_set(fields)
     return tuple(fields)
 
 
-def as_array_like(value: Any) -> Any:
-    """``value`` if it is a tensor or array, else the numpy array of it (lists of numbers)."""
-    if _is_tensor(value) or isinstance(value, np.ndarray):
+def as_array_like(name: str, value: Any) -> Any:
+    """``value`` if it is a dense tensor or an array, else the numpy array of it (lists of numbers).
+
+    Refused, naming the field ``name``: what is no array, and arrays whose values are not all there (sparse and meta
+    tensors, masked arrays).
+    """
+    if _is_tensor(value):
+        if value.is_meta or str(value.layout) != "torch.strided":
+            kind = "meta" if value.is_meta else str(value.layout).removeprefix("torch.")
+            raise TypeError(f"field {name}: expected a dense tensor that holds its values, found a {kind} one")
         return value
-    array = np.asarray(value)
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(f"field {name}: expected an array whose values are all there, found a masked one")
+    if isinstance(value, np.ndarray):
+        return value
+    try:
+        array = np.asarray(value)
+    except ValueError:  # a ragged list
+        array = np.empty(0, object)
     if array.dtype.kind not in "iufb":
-        raise TypeError(f"expected a torch tensor or numpy array, found {type(value).__name__}")
+        raise TypeError(f"field {name}: expected a torch tensor or numpy array, found {type(value).__name__}")
     return array
 
 
 def _is_tensor(value: Any) -> bool:
-    return type(value).__module__.partition(".")[0] == "torch"
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)

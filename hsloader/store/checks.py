@@ -51,10 +51,6 @@ class Node:
             raise self.fail(key, f"an integer of {low:,} to {high:,}", value)
         return value
 
-    def optional_integer(self, key: str, low: int, high: int) -> int | None:
-        """An integer in ``low..high``, or None where the key is absent or null."""
-        return None if self.value.get(key) is None else self.integer(key, low, high)
-
     def text(self, key: str) -> str:
         """A string."""
         value = self._get(key)

@@ -181,10 +181,10 @@ class Dataset:
 
     def __getitem__(self, key: int | tuple[int, slice]) -> dict[str, torch.Tensor]:
         """``dataset[i]`` or ``dataset[i, a:b]``: every field of sample ``i`` (rows a to b) as a CPU tensor."""
-        i, rows = key if isinstance(key, tuple) else (key, slice(None))
-        i = self._index(i)
-        if not isinstance(rows, slice) or rows.step not in (None, 1):
+        i, rows = key if isinstance(key, tuple) and len(key) == 2 else (key, slice(None))
+        if not hasattr(i, "__index__") or not isinstance(rows, slice) or rows.step not in (None, 1):
             raise TypeError(f"expected dataset[i] or dataset[i, start:stop], found dataset[{key!r}]")
+        i = self._index(i)
         start, stop, _ = rows.indices(int(self.lengths[i]))
         stop = max(start, stop)
         return {name: as_tensor(self.read(i, name, start, stop), f.dtype) for name, f in self.fields.items()}

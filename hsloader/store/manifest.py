@@ -10,15 +10,16 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from dataclasses import field as dataclass_field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from hsloader.errors import DamageError, DatasetError, IncompatibleError
 from hsloader.store.checks import Node, parse_json
-from hsloader.store.dtypes import DTYPES
-from hsloader.store.fields import Field
+from hsloader.store.fields import Field, check_field_set
 from hsloader.store.files import read_limited
+from hsloader.store.provenance import Provenance
 from hsloader.store.samples import COLUMNS, FLAGS, ROWS_LIMIT, SAMPLES_LIMIT
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "field_from",
     "field_to",
     "read_manifest",
+    "segment_path",
 ]
 
 FORMAT = 1
@@ -40,40 +42,9 @@ BYTES_LIMIT = 1 << 60
 
 # Features that a reader must know to read the data right. Format 1 has none yet.
 KNOWN_FEATURES: frozenset[str] = frozenset()
-NORM_STATES = ("pre", "post", "unknown")
 
 _SIZE_LIMIT = 256 << 20
 _SEGMENTS_LIMIT = 1_000_000
-_FIELDS_LIMIT = 256
-_AXES_LIMIT = 16
-_ROW_BYTES_LIMIT = 1 << 31
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Provenance:
-    """Where the states come from. What is not known is None, or ``"unknown"`` for the norm state.
-
-    ``layer_ids``: the layers of the aux states, 0-based, in the convention "after layer i"; ``layer_ids_as_written``
-    and ``layer_convention`` keep what the producer wrote.  ``norm_state``: whether the last state was taken before
-    (``"pre"``) or after (``"post"``) the final norm.
-    """
-
-    producer: str | None = None
-    model: str | None = None
-    hidden_size: int | None = None
-    num_layers: int | None = None
-    layer_ids: tuple[int, ...] | None = None
-    layer_ids_as_written: tuple[int, ...] | None = None
-    layer_convention: str | None = None
-    norm_state: str = "unknown"
-    vocab_size: int | None = None
-    tokenizer: str | None = None
-    source_layout: str | None = None
-    notes: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.norm_state not in NORM_STATES:
-            raise ValueError(f"norm_state is {self.norm_state!r}; expected one of {', '.join(NORM_STATES)}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +80,7 @@ class Manifest:
     """A dataset's manifest; immutable, ``grown`` makes the next one."""
 
     fields: tuple[Field, ...]
-    provenance: Provenance = Provenance()
+    provenance: Provenance = dataclass_field(default_factory=Provenance)
     segments: tuple[SegmentEntry, ...] = ()
     packed: PackedTable | None = None
 
@@ -222,6 +193,11 @@ def read_manifest(root: Path) -> Manifest:
     return Manifest.parse(read_limited(path, _SIZE_LIMIT, "the manifest"), path)
 
 
+def segment_path(number: int) -> str:
+    """Where segment ``number`` lies, below the dataset."""
+    return f"segments/{number:06d}"
+
+
 def canonical(value: object) -> bytes:
     """The JSON bytes that digests are taken of: sorted keys, no spaces, ASCII."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode("ascii")
@@ -241,26 +217,17 @@ def field_to(field: Field) -> dict[str, Any]:
 
 def field_from(node: Node) -> Field:
     """The field that ``field_to`` wrote; ``DamageError`` for anything else."""
-    dtype = node.text("dtype")
-    if dtype not in DTYPES:
-        raise node.fail("dtype", f"one of {', '.join(DTYPES)}", dtype)
-    shape = node.integers("shape", 1, _ROW_BYTES_LIMIT)
-    if len(shape) > _AXES_LIMIT:
-        raise node.fail("shape", f"at most {_AXES_LIMIT} axes", list(shape))
     try:
-        field = Field(
+        return Field(
             name=node.text("name"),
-            dtype=dtype,
-            shape=shape,
+            dtype=node.text("dtype"),
+            shape=node.integers("shape", 1, BYTES_LIMIT),
             codec=node.text("codec"),
             source_dtype=node.optional_text("source_dtype"),
             scale=node.optional_text("scale"),
         )
     except ValueError as error:
         raise DamageError(f"{node.path}: {node.where[:-1]}: {error}") from error
-    if field.row_bytes > _ROW_BYTES_LIMIT:
-        raise node.fail("shape", f"a row of at most {_ROW_BYTES_LIMIT:,} bytes", list(shape))
-    return field
 
 
 def _document_digest(document: Mapping[str, Any]) -> str:
@@ -282,19 +249,18 @@ def _check_version(node: Node) -> None:
 
 
 def _fields_from(node: Node) -> tuple[Field, ...]:
-    nodes = node.nodes("fields")
-    if not 1 <= len(nodes) <= _FIELDS_LIMIT:
-        raise node.fail("fields", f"1 to {_FIELDS_LIMIT} fields", len(nodes))
-    fields = tuple(field_from(each) for each in nodes)
-    if len({field.name for field in fields}) != len(fields):
-        raise DamageError(f"{node.path}: fields: a field is listed twice")
+    fields = tuple(field_from(each) for each in node.nodes("fields"))
+    try:
+        check_field_set(fields)
+    except ValueError as error:
+        raise DamageError(f"{node.path}: {error}") from error
     return fields
 
 
 def _entry_from(node: Node) -> SegmentEntry:
     path = node.text("path")
-    prefix, _, number = path.rpartition("/")
-    if prefix != "segments" or not 6 <= len(number) <= 12 or not (number.isascii() and number.isdigit()):
+    number = path.removeprefix("segments/")
+    if len(number) > 12 or not (number.isascii() and number.isdigit()) or segment_path(int(number)) != path:
         raise node.fail("path", "segments/NNNNNN", path)
     samples = node.integer("samples", 1, SAMPLES_LIMIT)
     tokens = node.integer("tokens", samples, ROWS_LIMIT)
@@ -328,24 +294,7 @@ def _packed_from(node: Node, segments: Sequence[SegmentEntry]) -> PackedTable | 
 
 
 def _provenance_from(node: Node) -> Provenance:
-    norm_state = node.text("norm_state")
-    if norm_state not in NORM_STATES:
-        raise node.fail("norm_state", f"one of {', '.join(NORM_STATES)}", norm_state)
-
-    def layers(key: str) -> tuple[int, ...] | None:
-        return None if node.value.get(key) is None else node.integers(key, -(1 << 31), 1 << 31)
-
-    return Provenance(
-        producer=node.optional_text("producer"),
-        model=node.optional_text("model"),
-        hidden_size=node.optional_integer("hidden_size", 1, 1 << 31),
-        num_layers=node.optional_integer("num_layers", 1, 1 << 31),
-        layer_ids=layers("layer_ids"),
-        layer_ids_as_written=layers("layer_ids_as_written"),
-        layer_convention=node.optional_text("layer_convention"),
-        norm_state=norm_state,
-        vocab_size=node.optional_integer("vocab_size", 1, 1 << 40),
-        tokenizer=node.optional_text("tokenizer"),
-        source_layout=node.optional_text("source_layout"),
-        notes=node.texts("notes"),
-    )
+    try:
+        return Provenance(**{key: node.value[key] for key in Provenance.__slots__ if key in node.value})
+    except ValueError as error:
+        raise DamageError(f"{node.path}: {node.where}{error}") from error

@@ -29,7 +29,15 @@ from hsloader.store.compatible import check_compatible, check_fields
 from hsloader.store.fields import Field
 from hsloader.store.files import fsync_directory, read_limited, replace_file
 from hsloader.store.locks import exclusive
-from hsloader.store.manifest import FORMAT, MANIFEST_NAME, Manifest, Provenance, SegmentEntry, read_manifest
+from hsloader.store.manifest import (
+    FORMAT,
+    MANIFEST_NAME,
+    Manifest,
+    Provenance,
+    SegmentEntry,
+    read_manifest,
+    segment_path,
+)
 from hsloader.store.owners import TemporaryDirectory, clean_owner, remove_tree
 from hsloader.store.packed import remove_stale, write_packed
 from hsloader.store.reservations import Numbers, Reservations
@@ -128,7 +136,7 @@ class Root:
 
     def segment_path(self, number: int) -> Path:
         """Where segment ``number`` lies."""
-        return self.path / segment_name(number)
+        return self.path / segment_path(number)
 
     def place(self, temporary: TemporaryDirectory, number: int) -> SegmentEntry:
         """Move a sealed segment to its place, durably. It is not listed yet.
@@ -164,13 +172,13 @@ class Root:
             return None
         data = read_limited(path, 1 << 30, "the segment's metadata")
         meta = SegmentMeta.parse(data, path)
-        return meta.entry(segment_name(number), data), meta
+        return meta.entry(segment_path(number), data), meta
 
     def discard(self, number: int) -> None:
         """Delete the segment at ``number``; ``ValueError`` if it is listed."""
         with self.lock():
             manifest = self.manifest()
-            name = segment_name(number)
+            name = segment_path(number)
             if manifest is not None and any(entry.path == name for entry in manifest.segments):
                 raise ValueError(f"{self.path / name}: the segment is listed; listed segments never change")
             if self.segment_path(number).exists():
@@ -281,7 +289,3 @@ class Root:
         if made:
             fsync_directory(self.path)
             fsync_directory(self.path.absolute().parent)  # where the dataset itself is an entry
-
-
-def segment_name(number: int) -> str:
-    return f"segments/{number:06d}"

@@ -34,6 +34,8 @@ FLAGS = {"all_zero_states": 1, "trimmed": 2}
 SAMPLES_LIMIT = 1 << 40
 ROWS_LIMIT = 1 << 48
 
+_DEEPEST = 100
+
 _KEY_SALT = b"hsloader sample name\0"
 
 Table = npt.NDArray[np.int64]
@@ -62,8 +64,19 @@ def mask_counts(mask: npt.NDArray[Any], dtype: str) -> tuple[int, int]:
 
 
 def encode_name(name: str) -> bytes:
-    """A name's bytes: UTF-8, with the bytes of undecodable file names kept as they were (surrogateescape)."""
-    return name.encode("utf-8", "surrogateescape")
+    """A name's bytes: UTF-8, with the bytes of undecodable file names kept as they were (surrogateescape).
+
+    ``TypeError`` for what is no string, ``ValueError`` for one that would not come back as it was.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"a sample's name is a string, found {name!r}")
+    try:
+        data = name.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        data = b""
+    if decode_text(data) != name:
+        raise ValueError(f"sample {name!r}: a name is text, or what os.fsdecode makes of a file's name")
+    return data
 
 
 def decode_text(data: bytes) -> str:
@@ -73,11 +86,26 @@ def decode_text(data: bytes) -> str:
 
 def encode_extras(extras: dict[str, Any] | None) -> bytes:
     """Small values of a sample as one JSON object; ``ValueError`` for what JSON cannot hold."""
+    if extras is None:
+        return b"{}"
+    if not isinstance(extras, dict):
+        raise ValueError(f"extras must be a dict, found {type(extras).__name__}")
     try:
-        text = json.dumps(extras or {}, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=True)
-    except (TypeError, ValueError, RecursionError) as error:
+        text = json.dumps(extras, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=True)
+        _check_depth(extras, _DEEPEST)
+    except RecursionError:
+        raise ValueError(f"extras are nested more than {_DEEPEST} deep") from None
+    except (TypeError, ValueError) as error:
         raise ValueError(f"extras must be values that JSON can hold: {error}") from error
     return text.encode("ascii")
+
+
+def _check_depth(value: object, left: int) -> None:
+    """How deep a reader's parser can go depends on its Python and its stack: stay far from that."""
+    if left < 0:
+        raise RecursionError
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ():
+        _check_depth(inner, left - 1)
 
 
 def encode_texts(texts: Sequence[bytes]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
@@ -95,10 +123,12 @@ def table_from(rows: Sequence[Sequence[int]]) -> Table:
 def check_table(table: Table, rows: int, tokens: int, path: object) -> None:
     """Demand what holds for every sound table of a segment of ``rows`` rows; ``DamageError`` naming ``path``."""
     first, length, loss, supervised = table[0], table[1], table[2], table[3]
-    ends = first + length
+    ends = first + length  # may wrap round, where one of them is not even up to `rows`
     sound = (
         bool((length >= 1).all())
+        and bool((length <= rows).all())
         and bool((first >= 0).all())
+        and bool((first <= rows).all())
         and bool((first[1:] >= ends[:-1]).all())
         and bool((ends <= rows).all())
         and int(length.sum()) == tokens

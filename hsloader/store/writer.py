@@ -19,13 +19,14 @@ from hsloader.errors import DatasetError, IncompatibleError
 from hsloader.store.arrays import as_array_like, as_bits, declared_fields, dtype_name, infer_field
 from hsloader.store.compatible import check_compatible
 from hsloader.store.encoding import ChunkEncoders
-from hsloader.store.fields import Field
+from hsloader.store.fields import CODECS, Field, check_field_set
 from hsloader.store.layout import SHARD_BYTES, choose_layout
 from hsloader.store.manifest import Manifest, Provenance, SegmentEntry
 from hsloader.store.packed import read_tables
 from hsloader.store.publish import Root, TemporaryDirectory
 from hsloader.store.samples import COLUMNS, mask_counts, sample_key
 from hsloader.store.segment import SegmentWriter
+from hsloader.store.zarr_json import BF16_AS
 
 __all__ = ["SEGMENT_BYTES", "Writer"]
 
@@ -86,6 +87,14 @@ class Writer:
         allow_unknown: bool = False,
         **provenance: Unpack[ProvenanceOptions],
     ) -> None:
+        for key, value in (("segment_bytes", segment_bytes), ("shard_bytes", shard_bytes), ("threads", threads)):
+            if value < 1:
+                raise ValueError(f"{key} is {value}; expected at least 1")
+        if typical_length is not None and typical_length < 1:
+            raise ValueError(f"typical_length is {typical_length}; expected at least 1, or None")
+        for key, given, known in (("codec", codec, CODECS), ("bf16_as", bf16_as, BF16_AS)):
+            if given not in known:
+                raise ValueError(f"{key} is {given!r}; expected one of {', '.join(known)}")
         self.provenance = _provenance(provenance)
         self._fields = None if fields is None else declared_fields(fields, codec)
         self._typical_length = typical_length
@@ -142,12 +151,11 @@ class Writer:
         """
         if self._closed:
             raise ValueError(f"{self.path}: the writer is closed")
-        values = {key: as_array_like(value) for key, value in fields.items()}
+        values = {key: as_array_like(key, value) for key, value in fields.items()}
         fields_of_it = self._fields
         if fields_of_it is None:
             fields_of_it = tuple(infer_field(key, value, self._codec) for key, value in values.items())
-            if not fields_of_it:
-                raise ValueError("a sample needs at least one field")
+            check_field_set(fields_of_it)
         sample, length = _checked(name, fields_of_it, values)
         self._fields = fields_of_it  # inferred ones count from the first sound sample on
         segment = self._segment(length)
@@ -176,6 +184,8 @@ class Writer:
         for sealed in self._sealed:
             sealed.resources.close()
         self._sealed.clear()
+        self._keys.clear()
+        self._listed = _Listed(self._root)
 
     def close(self) -> None:
         """Publish everything and end; what a ``with`` block does at its end."""
@@ -342,9 +352,6 @@ def _checked(name: str | None, fields: tuple[Field, ...], values: Mapping[str, A
 
 def _provenance(options: ProvenanceOptions) -> Provenance:
     given: dict[str, Any] = dict(options)
-    for key in ("layer_ids", "layer_ids_as_written", "notes"):
-        if given.get(key) is not None:
-            given[key] = tuple(given[key])
     unknown = sorted(set(given) - set(Provenance.__slots__))
     if unknown:
         raise TypeError(f"unknown keywords {', '.join(unknown)}; provenance has {', '.join(Provenance.__slots__)}")

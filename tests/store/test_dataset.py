@@ -162,7 +162,7 @@ def test_tensors_have_the_fields_types(path: Path, samples: list[Sample]) -> Non
         assert (whole["hidden_states"].view(torch.int16).numpy().view("<u2") == bits).all()
         assert (part["hidden_states"].view(torch.int16).numpy().view("<u2") == bits[250:-3]).all()
         assert ds[4, 5:2]["input_ids"].shape == (0,)
-        for wrong in ((4, 3), (4, slice(None, None, 2))):
+        for wrong in ((4, 3), (4, slice(None, None, 2)), (4, 1, 2), (4,), slice(0, 2), "4", None):
             with pytest.raises(TypeError, match="start:stop"):
                 ds[wrong]  # type: ignore[index]
 

@@ -140,6 +140,18 @@ def test_an_existing_dataset_is_only_appended_to_on_request(tmp_path: Path) -> N
         hsloader.Writer(tmp_path / "e", modle="x")  # type: ignore[call-arg]
 
 
+def test_a_writer_publishes_as_often_as_it_likes(tmp_path: Path) -> None:
+    with hsloader.Writer(tmp_path / "d", norm_state="pre") as writer:
+        for i in range(3):
+            writer.append(**_sample(seed=i))
+            writer.append(**_sample(seed=i), name=f"n{i}")
+            writer.publish()
+        with pytest.raises(ValueError, match="a sample of that name already"):
+            writer.append(**_sample(), name="n0")
+    with hsloader.open_dataset(tmp_path / "d") as ds:
+        assert [ds.name(i) for i in range(6)] == ["000000#0", "n0", "000001#0", "n1", "000002#0", "n2"]
+
+
 def test_names_that_another_writer_published_meanwhile_are_refused(tmp_path: Path) -> None:
     first = hsloader.Writer(tmp_path / "d", norm_state="pre")
     first.append(**_sample(), name="x")
