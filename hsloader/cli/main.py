@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import hsloader
-from hsloader.cli import bench, convert, demo, doctor, export, info, inspect, verify
+from hsloader.cli import bench, convert, demo, doctor, export, info, inspect, top, verify
 
 __all__ = ["app", "main"]
 
@@ -45,6 +45,7 @@ app.command()(verify.verify)
 app.command()(export.export)
 app.command()(bench.bench)
 app.command()(doctor.doctor)
+app.command()(top.top)
 
 
 def main() -> None:

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from hsloader.monitor.files import file_system_text
+from hsloader.monitor.header import Snapshot
 from hsloader.monitor.kernel import Wait
+from hsloader.monitor.limit import Limit, limit_of
 from hsloader.monitor.samples import GpuSample
 from hsloader.monitor.summary import STORAGE_WAITS, FileReading, ProcessReport
 from hsloader.monitor.words import listed, plural, rate_text, share_text, size_text, time_text
@@ -28,6 +30,7 @@ class Kind(StrEnum):
     SAME_FILE = "same-file"
     DISK = "disk"
     READING = "reading"
+    LOADER = "loader"
     WORKER_CPU = "worker-cpu"
     NETWORK = "network"
     CHILD = "child"
@@ -81,13 +84,16 @@ class Situation:
     trainer: ProcessReport | None
     workers: Sequence[ProcessReport] = ()
     compilers: Sequence[ProcessReport] = ()
+    feeders: Sequence[ProcessReport] = ()
+    ring: tuple[Snapshot, Snapshot] | None = None
+    """hsloader's ring, where the trainer has one."""
     disk_of: Mapping[tuple[int, int], str] = field(default_factory=dict)
     batch_size: int | None = None
 
     @property
     def readers(self) -> Sequence[ProcessReport]:
-        """The processes that ought to bring data: the workers, or the trainer itself."""
-        return self.workers or ([self.trainer] if self.trainer else [])
+        """The processes that ought to bring data: the workers, hsloader's feeder, or the trainer itself."""
+        return self.workers or self.feeders or ([self.trainer] if self.trainer else [])
 
     @property
     def data_wait(self) -> float | None:
@@ -124,6 +130,7 @@ def judge(situation: Situation) -> Verdict:
         _deadlock,
         _lost,
         _compiling,
+        _loader,
         _same_file,
         _reading,
         _network,
@@ -146,7 +153,7 @@ def exit_text(status: int | None) -> str:
 
 
 def _stopped(s: Situation) -> Verdict | None:
-    for process in (*s.workers, *([s.trainer] if s.trainer else [])):
+    for process in (*s.workers, *s.feeders, *([s.trainer] if s.trainer else [])):
         if process.wait is Wait.STOPPED:
             return Verdict(
                 Kind.STOPPED,
@@ -243,7 +250,8 @@ def _storage_advice(s: Situation, file: FileReading | None) -> str:
 
 def _deadlock(s: Situation) -> Verdict | None:
     long = min(0.9 * s.seconds, 1.5)
-    stuck = [p for p in s.readers if p.wait is Wait.LOCK and p.locked_up and p.still >= long]
+    waiting = s.workers or ([s.trainer] if s.trainer else [])
+    stuck = [p for p in waiting if p.wait is Wait.LOCK and p.locked_up and p.still >= long]
     if not stuck or (s.data_wait is not None and s.data_wait < 0.9):
         return None
     since = time_text(min(p.still for p in stuck))
@@ -298,6 +306,16 @@ def _compiling(s: Situation) -> Verdict | None:
         f"used {cores:.1f} of {s.host.cpus} cores; that takes minutes the first time, and the data wait for it",
         "",
     )
+
+
+def _loader(s: Situation) -> Verdict | None:
+    """What hsloader's own counters say, which is more than can be seen from outside."""
+    if s.ring is None:
+        return None
+    found = limit_of(*s.ring)
+    kinds = {Limit.TRAINER: Kind.TRAINER, Limit.DISK: Kind.DISK}
+    dataset = s.ring[1].info.get("dataset", "its dataset")
+    return Verdict(kinds.get(found.limit, Kind.LOADER), f"hsloader reads {dataset}; {found.sentence}", found.advice)
 
 
 def _same_file(s: Situation) -> Verdict | None:

@@ -118,6 +118,8 @@ def _labels(observation: Observation, groups: list[Group], roles: Mapping[int, R
             labels[group.trainer] = f"{name} (pid {group.trainer})"
         for number, pid in enumerate(group.workers):
             labels[pid] = f"worker {number} (pid {pid})"
+        for pid in group.feeders:
+            labels[pid] = f"hsloader's feeder (pid {pid})"
     for pid, track in observation.tracks.items():
         if pid not in labels:
             command = track.info.command
@@ -140,12 +142,15 @@ def _situation(
     reports: Mapping[int, ProcessReport],
     batch_size: int | None,
 ) -> Situation:
+    members = [p for p in (group.trainer, *group.workers) if p is not None]  # inside workers each has its own ring
     return Situation(
         seconds=observation.seconds,
         host=host,
         trainer=reports[group.trainer] if group.trainer is not None else None,
         workers=[reports[p] for p in group.workers],
         compilers=[reports[p] for p in group.compilers],
+        feeders=[reports[p] for p in group.feeders],
+        ring=next((observation.rings[p] for p in members if p in observation.rings), None),
         disk_of=observation.disk_of,
         batch_size=batch_size,
     )

@@ -151,6 +151,8 @@ def _reading(i: Interval) -> LimitVerdict:
         f"spent {share_text(read)} of it in reads ({rate}), {plural(decoders, 'decode thread')} "
         f"{share_text(decode)} in decoding ({decoded})"
     )
+    if blocked > 0.1:
+        proof += f", and reads waited {share_text(blocked)} of it for the decoders"
     if read < _BUSY and decode < _BUSY and blocked < _BUSY:
         return _latency(i, proof)
     if decode >= read or blocked > 0.3:

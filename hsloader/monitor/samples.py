@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from hsloader.monitor.header import Snapshot
 from hsloader.monitor.kernel import Wait, wait_of
 from hsloader.monitor.procfs import DiskCounters, IoCounters, Mount, Pressure, Syscall, TaskStat
 
@@ -158,6 +159,8 @@ class Observation:
     """Name of the whole disk of a device number."""
     peers: Mapping[int, str] = field(default_factory=dict)
     """Remote ends of TCP sockets by inode."""
+    rings: Mapping[int, tuple[Snapshot, Snapshot]] = field(default_factory=dict)
+    """First and last snapshot of hsloader's ring, by the process id of its trainer."""
     gpus: Sequence[GpuSample] | None = None
     gpu_note: str = ""
     cpus: int = 1

@@ -13,6 +13,7 @@ from hsloader.monitor.files import is_data_file, is_remote
 from hsloader.monitor.gpu import GpuReader
 from hsloader.monitor.host import disk_names, sample_host
 from hsloader.monitor.kernel import syscall_name
+from hsloader.monitor.neighbours import find_rings
 from hsloader.monitor.procfs import (
     FdInfo,
     IoCounters,
@@ -85,6 +86,7 @@ class _Observer:
         gpus = GpuReader()
         first = sample_host(self.root)
         self._find_processes()
+        rings = find_rings(self.tracks)
         start = now = time.monotonic()
         find_next, maps_next = start + _FIND_NEW, start
         while now < start + seconds and not self.ended:
@@ -106,6 +108,7 @@ class _Observer:
             if track.first.at > start or track.info.age < _YOUNG:
                 track.info = self._info(track.info.pid) or track.info  # a fork may have become another program since
         last = sample_host(self.root)
+        later = {ring.key: ring for ring in find_rings(self.tracks)} if rings else {}
         devices = {f.device for t in self.tracks.values() for g in t.glances for f in g.files}
         devices |= {m.device for m in self.mounts.values()}
         found, note = gpus.result()
@@ -119,6 +122,7 @@ class _Observer:
             mounts=self.mounts,
             disk_of=disk_names(devices, self.mounts.values()),
             peers=self._peers(),
+            rings={r.owner: (r.snapshot, later[r.key].snapshot) for r in rings if r.key in later},
             gpus=found,
             gpu_note=note,
             cpus=len(os.sched_getaffinity(0)),

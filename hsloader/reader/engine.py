@@ -14,11 +14,12 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hsloader.monitor.header import take_snapshot
 from hsloader.reader.access import Access
 from hsloader.reader.batch import Batch, encode_bad
 from hsloader.reader.counters import FeederCounter, TrainerCounter
@@ -48,6 +49,7 @@ class EngineSettings:
     readers: int
     decoders: int
     idle_after: float = 60.0
+    metrics_port: int = 0  # where Prometheus finds the counters; 0: nowhere
 
     @classmethod
     def of(cls, args: dict[str, Any]) -> EngineSettings:
@@ -116,6 +118,10 @@ class Engine:
         if parent_fd is not None:
             poller.register(parent_fd, select.POLLIN)
         idle = _Idle(self.settings.idle_after, say)
+        with self._metrics(say):
+            self._serve(poller, parent_gone, idle)
+
+    def _serve(self, poller: select.poll, parent_gone: Callable[[], bool], idle: _Idle) -> None:
         self.look()
         while True:
             # Without a pidfd the parent is looked for every second, and so are the requests' age and cancelled work.
@@ -124,6 +130,25 @@ class Engine:
                 return
             self.look()
             idle.look(self.ring)
+
+    @contextlib.contextmanager
+    def _metrics(self, say: Callable[[str], None]) -> Iterator[None]:
+        """Serve the counters to Prometheus meanwhile, if asked; a port that cannot be had is no reason to stop."""
+        if not self.settings.metrics_port:
+            yield
+            return
+        from hsloader.monitor.prometheus import MetricsServer
+
+        try:
+            server = MetricsServer(self.settings.metrics_port, lambda: take_snapshot(self.ring.fd, self.ring.shape))
+        except OSError as error:
+            say(f"hsloader: no metrics on port {self.settings.metrics_port}: {error.strerror or error}\n")
+            yield
+            return
+        try:
+            yield
+        finally:
+            server.close()
 
     def _listen(self) -> bool:
         """Empty the channel; False once it hung up."""
@@ -234,7 +259,7 @@ class _Idle:
         quiet = (time.monotonic_ns() - call) / 1e9
         if not call or quiet < self._next or ring.trainer[TrainerCounter.WAITING_SINCE]:
             return
-        ready = int(ring.feeder[FeederCounter.FILLED] - ring.trainer[TrainerCounter.RECEIVED])
+        ready = take_snapshot(ring.fd, ring.shape).ready
         self._next *= 5
         if ready > 0:
             self._say(f"hsloader: the trainer has not asked for a batch for {quiet:.0f} s; {ready} are ready\n")
