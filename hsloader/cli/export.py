@@ -47,5 +47,10 @@ def export(
         f"in {output.duration_text(report.seconds)} ({rate})",
         style="good",
     )
-    output.listing("with other file names", list(report.renamed.items()))
+    if report.renamed:
+        name, file = next(iter(report.renamed.items()))
+        output.line(
+            f"{output.count(len(report.renamed), 'file')} could not have the sample's name, for example "
+            f"{output.printable(name)} is {output.printable(file)} (all of them with --json)"
+        )
     return 0
