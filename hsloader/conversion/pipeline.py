@@ -27,8 +27,9 @@ __all__ = ["EncodedSample", "Pipeline", "SegmentSink"]
 
 Bits = np.ndarray[Any, Any]
 
-_KEPT_BUFFER = 16 << 20
-_BYTES_IN_FLIGHT = 192 << 20  # of source rows; encoders hold about twice a chunk more for each slot
+_BYTES_IN_FLIGHT = 192 << 20  # of source rows
+_SLOTS_BYTES = 512 << 20  # of all slots together: source rows, and an encoder's two chunks for each field
+_KEPT_CHUNKS = 4  # a slot keeps memory for so many chunks: rows of interleaved layers span as much
 
 
 class SegmentSink(Protocol):
@@ -124,7 +125,10 @@ class Pipeline:
         self._checks = {f.name: StateCheck(f.dtype, f.type.bits) for f in fields}
         self._codecs: Mapping[str, Codec] = {f.name: sink.codec(f.name) for f in fields}
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="hsloader-encode")
-        self._free = [_Slot() for _ in range(2 * threads + 1)]
+        chunks = [codec.chunk_bytes for codec in self._codecs.values()]
+        self._kept = _KEPT_CHUNKS * max(chunks, default=0)
+        slot_bytes = max(1, self._kept + 2 * sum(chunks))
+        self._free = [_Slot() for _ in range(max(threads + 1, min(2 * threads + 1, _SLOTS_BYTES // slot_bytes)))]
         self._steps: deque[_Begin | _Chunk | _End] = deque()
         self._bytes = 0
         self._open: EncodedSample | None = None  # the sample that is being read
@@ -191,6 +195,6 @@ class Pipeline:
         if sample.first_bad is None:
             self._sink.append(step.field_name, frame)
         self._bytes -= step.slot.buffer.nbytes
-        if step.slot.buffer.nbytes > _KEPT_BUFFER:  # grown for a source whose rows lie far apart
+        if step.slot.buffer.nbytes > self._kept:  # grown for a source whose rows lie far apart
             step.slot.buffer = RowBuffer()
         self._free.append(step.slot)

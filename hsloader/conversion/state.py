@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from hsloader.conversion.journal import Journal, Settled
 from hsloader.conversion.plan import Plan, PlannedSegment, file_of
@@ -111,11 +110,13 @@ def quarantined_in(segment: Segment) -> list[Quarantined]:
 def changed_settings(plans: Sequence[Plan], source: str, settings: ConvertSettings) -> SettingsChangedError | None:
     """The refusal of a rerun whose settings or source are not those of the journal, or None."""
     wanted = settings.identity()
+    defaults = ConvertSettings().identity()  # for what an older version's journal does not know yet
     for plan in plans:
+        there = {**defaults, **plan.settings}
         differences = [
-            f"  {name}: the journal has {_shown(plan.settings, name)}, this run has {_shown(wanted, name)}"
-            for name in sorted(plan.settings.keys() | wanted.keys())
-            if plan.settings.get(name) != wanted.get(name)
+            f"  {name}: the journal has {there[name]!r}, this run has {wanted.get(name, 'no such setting')!r}"
+            for name in sorted(there)
+            if there[name] != wanted.get(name)
         ]
         if differences:
             return SettingsChangedError(
@@ -127,7 +128,3 @@ def changed_settings(plans: Sequence[Plan], source: str, settings: ConvertSettin
             f"{source}. Pass append to add a second source to the dataset, or convert to another destination"
         )
     return None
-
-
-def _shown(values: Mapping[str, Any], name: str) -> str:
-    return repr(values[name]) if name in values else "no such setting"
