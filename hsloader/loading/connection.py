@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -134,6 +135,12 @@ class Connection:
         return self.client.counters
 
 
+def _own_port(port: int) -> int:
+    """The port of this process among the ranks of its machine, which cannot share one."""
+    local = os.environ.get("LOCAL_RANK", "")
+    return port + int(local) if port and local.isdecimal() else port
+
+
 def connect(
     dataset: Dataset, trainer: Trainer, settings: LoaderSettings, ranks: Ranks, *, slot_bytes: int, share: Share
 ) -> Connection:
@@ -159,6 +166,7 @@ def connect(
             "trainer": trainer.title,
             "device": str(settings.device),
         },
+        metrics_port=_own_port(settings.metrics_port) if share.worker == 0 else 0,
     )
     # Of several workers the first speaks for all.
     speaker = ranks.rank if share.worker == 0 else max(ranks.rank, 1)

@@ -48,6 +48,7 @@ class LoaderOptions(TypedDict, total=False):
     on_bad: Literal["raise", "skip"]
     stall_after: float
     log_every: float
+    metrics_port: int
     read: ReadOptions
 
 
@@ -73,7 +74,8 @@ class LoaderSettings:
     The process: the data-parallel ``rank`` of ``world_size``, ``device`` of the batches, ``pin_memory`` for CPU ones,
     ``noise`` on states; ``norm_state`` and ``layer_ids`` say what the script expects of the data.  ``on_bad``: a sample
     whose bytes are damaged raises ``DamageError`` or leaves its batch (``"skip"``).  ``stall_after`` seconds of waiting
-    are reported, and a line of progress comes every ``log_every`` seconds (0: never).  ``read``: how to read.
+    are reported, and a line of progress comes every ``log_every`` seconds (0: never).  The counters
+    are served to Prometheus on ``metrics_port`` plus the local rank (0: not at all).  ``read``: how to read.
     """
 
     trainer: str
@@ -105,7 +107,8 @@ class LoaderSettings:
     layer_ids: Sequence[int] | None = None
     on_bad: Literal["raise", "skip"] = "raise"
     stall_after: float = 10.0
-    log_every: float = 60.0
+    log_every: float = 30.0
+    metrics_port: int = 0
     read: ReadOptions = field(default_factory=ReadOptions)
 
     def __post_init__(self) -> None:
@@ -124,6 +127,9 @@ class LoaderSettings:
                 raise TypeError(f"{name}={value!r}: expected a whole number")
         if self.epoch < 0:
             raise ValueError(f"epoch={self.epoch}: epochs count from 0")
+        port = self.metrics_port
+        if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 1 << 16:
+            raise ValueError(f"metrics_port={port!r}: expected a TCP port, or 0 for none")
         if not (self.stall_after > 0 and self.log_every >= 0):
             raise ValueError(f"stall_after={self.stall_after}, log_every={self.log_every}: expected seconds above 0")
         self._refuse_contradictions()

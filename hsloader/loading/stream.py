@@ -100,9 +100,9 @@ class BatchStream:
 
     def forget(self) -> None:
         """Nothing that was asked is wanted."""
+        self.client.abandon()  # first: what the client has asked always has its layout here
         self._layouts.clear()
         self._ahead = []
-        self.client.abandon()
 
     def ask(self) -> None:
         """Ask for as many batches as the ring has room for."""

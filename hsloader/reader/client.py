@@ -48,7 +48,8 @@ class FeederClient:
     """Reads batches of ``fields`` of ``dataset`` into a ring of ``budget`` bytes, through a feeder process.
 
     ``slot_bytes``: the largest batch there can be (``span_offsets`` computes it); ``pieces``: about the most pieces
-    of a batch (more are possible, at the price of new memory); ``info``: JSON about the loader for monitors.
+    of a batch (more are possible, at the price of new memory); ``info``: JSON about the loader for monitors;
+    ``metrics_port``: where the feeder serves the counters to Prometheus, 0 for nowhere.
     ``ValueError`` if the budget is under three of the largest batches or over the memory that is available.
     """
 
@@ -62,6 +63,7 @@ class FeederClient:
         pieces: int = 1024,
         options: ReadOptions | None = None,
         info: Mapping[str, Any] | None = None,
+        metrics_port: int = 0,
     ) -> None:
         self.options = _possible(options or ReadOptions())
         self.fields = tuple(fields)
@@ -75,7 +77,7 @@ class FeederClient:
         self._table = SampleTable(dataset.segment_of, dataset.first_rows, dataset.lengths)
         size = RingShape.round_slot(slot_bytes)
         _check_budget(size, budget)
-        self._settings = self._choose(dataset)
+        self._settings = dataclasses.replace(self._choose(dataset), metrics_port=metrics_port)
         area = len(self.fields) * 16 + pieces * WIRE.itemsize + BAD_BYTES
         self._shape = RingShape(
             slots=min(_MOST_SLOTS, budget // size),
@@ -86,6 +88,7 @@ class FeederClient:
         self._info = dict(info or {})
         self._keys: dict[int, Slot] = {}
         self._holds: dict[int, Slot] = {}
+        self._owners: dict[int, weakref.ref[object]] = {}
         self._released: deque[int] = deque()
         self._serial = 0
         self._hold_serial = 0
@@ -177,6 +180,7 @@ class FeederClient:
         self._collect()
         slot = next((slot for slot in self._slots if self._is_free(slot)), None)
         if slot is None:
+            self._sweep()  # for the next time
             return False
         wire = to_wire(request, self._table)
         offsets, size = span_offsets(request.rows, self._row_bytes)
@@ -241,6 +245,7 @@ class FeederClient:
                 if left is not None and left <= 0:
                     return False
                 self.start()
+                self._sweep()
                 # Another thread may release a hold, which rings no bell.
                 self._watch(0.05 if left is None else min(left, 0.05))
             return True
@@ -258,14 +263,13 @@ class FeederClient:
         slot = self._keys[key]
         self._hold_serial += 1
         number = self._hold_serial
-        finalizer = None
+        # In this order: whatever ctrl-C leaves of it is released with the owner.
         if owner is not None:
-            finalizer = weakref.finalize(owner, self._released.append, number)
-            finalizer.atexit = False
-        slot.holds.add(number)
+            self._owners[number] = weakref.ref(owner)
         self._holds[number] = slot
-        if finalizer is not None and not finalizer.alive:
-            self._released.append(number)
+        slot.holds.add(number)
+        if owner is not None:
+            weakref.finalize(owner, self._released.append, number).atexit = False
         return number
 
     def release(self, number: int) -> None:
@@ -286,6 +290,7 @@ class FeederClient:
         self._finalizer()
         self._keys.clear()
         self._holds.clear()
+        self._owners.clear()
         self._slots = []
 
     def __enter__(self) -> FeederClient:
@@ -379,8 +384,16 @@ class FeederClient:
         while self._released:
             number = self._released.popleft()
             slot = self._holds.pop(number, None)
+            self._owners.pop(number, None)
             if slot is not None:
                 slot.holds.discard(number)
+
+    def _sweep(self) -> None:
+        """Release the holds of owners that are gone: ctrl-C may have hit their finalizer."""
+        for number, owner in list(self._owners.items()):
+            if owner() is None:
+                self._released.append(number)
+        self._collect()
 
     def _ask(self, slot: Slot, generation: int | None = None) -> None:
         """Write the slot's request into the ring, under a new serial."""
