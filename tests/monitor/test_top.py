@@ -1,0 +1,119 @@
+"""top, the metrics endpoint, and doctor on a process that reads through hsloader."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hsloader.monitor.counters import TrainerCounter
+from hsloader.monitor.diagnosis import Kind
+from hsloader.monitor.examine import examine
+from hsloader.monitor.prometheus import exposition
+from hsloader.monitor.roles import Role
+from tests.monitor.making import snapshot
+from tests.monitor.running import script
+from tests.reader.making import make_dataset
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@contextlib.contextmanager
+def _trainer(folder: Path, *, pause: str, port: int = 0) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that takes batches through a feeder and then does ``pause``."""
+    make_dataset(folder / "data.hs", samples=20).close()
+    body = f"""
+    sys.path[:] = {[str(ROOT), *sys.path]!r}
+    from hsloader.reader.client import FeederClient
+    from hsloader.store.dataset import open_dataset
+    from tests.reader.making import request_of
+    with open_dataset("data.hs") as dataset:
+        info = {{"rank": 3, "world": 8, "job": "mine"}}
+        sizes = {{"slot_bytes": 4096, "budget": 16384}}
+        with FeederClient(dataset, ["input_ids"], **sizes, info=info, metrics_port={port}) as client:
+            for key in range(10**9):
+                client.submit(key, request_of([(0, key % 20, 0, 5, 0)], 1))
+                if key >= 2:
+                    client.wait(key - 2)
+                    client.done(key - 2)
+                if key == 9: ready()
+                if key >= 9: {pause}
+    """
+    with script(folder, body) as process:
+        yield process
+
+
+def _hsloader(*arguments: str) -> str:
+    command = [sys.executable, "-m", "hsloader", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def test_top_lists_the_loaders_of_this_machine(tmp_path: Path) -> None:
+    with _trainer(tmp_path, pause="time.sleep(0.01)") as process:
+        rows: list[dict[str, Any]] = json.loads(_hsloader("top", "--json", "--interval", "0.5"))
+        (row,) = [row for row in rows if row["pid"] == process.pid]
+        text = _hsloader("top", "--once", "--interval", "0.2")
+    assert row["dataset"] == str(tmp_path / "data.hs")
+    assert (row["rank"], row["world"], row["job"]) == (3, 8, "mine")
+    assert row["slots"] == 4
+    assert row["read_bytes_per_second"] >= 0
+    assert row["limit"] in ("trainer-bound", "latency-bound", "disk-bound", "decode-bound")
+    assert re.search(rf"^ +{process.pid} +3/8 +data\.hs ", text, re.MULTILINE)
+    assert f"pid {process.pid}: " in text
+
+
+def test_doctor_reads_the_counters_of_a_loader(tmp_path: Path) -> None:
+    with _trainer(tmp_path, pause="time.sleep(0.05)") as process:
+        found = examine(process.pid, 1.0, python=False)
+        assert found.verdict.kind is Kind.TRAINER
+        assert f"hsloader reads {tmp_path / 'data.hs'}; trainer-bound: " in found.verdict.sentence
+        (feeder,) = [p for p in found.processes if p.role is Role.FEEDER]
+        os.kill(feeder.pid, signal.SIGSTOP)
+        stopped = examine(process.pid, 0.5, python=False)
+        os.kill(feeder.pid, signal.SIGCONT)
+    assert stopped.verdict.kind is Kind.STOPPED
+    assert f"kill -CONT {feeder.pid}" in stopped.verdict.advice
+
+
+def test_metrics_are_served_by_the_feeder(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    with _trainer(tmp_path, pause="time.sleep(0.01)", port=port):
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+            text = answer.read().decode()
+        with pytest.raises(urllib.error.HTTPError):
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/secrets", timeout=10)
+    assert re.search(r'^hsloader_ring_slots\{rank="3",job="mine",.*\} 4$', text, re.MULTILINE)
+
+
+def test_exposition_is_what_prometheus_reads() -> None:
+    counters = {TrainerCounter.TOKENS: 12345, TrainerCounter.NEXT_NS: 2 * 10**9, TrainerCounter.WAITS: 3}
+    text = exposition(snapshot(0, counters, info={"rank": 0, "dataset": 'a"b\\c\nd'}))
+    assert 'hsloader_tokens_total{rank="0",job="",split="",dataset="a\\"b\\\\c\\nd"} 12345\n' in text
+    line = re.compile(r'(?:# (?:HELP|TYPE) .+|[a-z_]+\{(?:[a-z]+="(?:[^"\\\n]|\\.)*",?)+\} [0-9.e+-]+)\Z')
+    assert all(line.match(part) for part in text.splitlines())
+    buckets = [float(part.rpartition(" ")[2]) for part in text.splitlines() if "_bucket" in part]
+    assert buckets == sorted(buckets)
+    assert buckets[-1] == 3
+
+
+def test_dashboard_asks_only_for_metrics_that_exist() -> None:
+    dashboard = json.loads((ROOT / "docs" / "grafana.json").read_text())
+    text = exposition(snapshot())
+    known = {part.split("{")[0] for part in text.splitlines() if not part.startswith("#")}
+    asked = set(re.findall(r"hsloader_[a-z_]+", json.dumps(dashboard["panels"])))
+    assert asked
+    assert asked <= known
