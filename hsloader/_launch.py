@@ -228,6 +228,8 @@ def child_main(spec: Mapping[str, Any]) -> None:
     """What the boot code calls in the child: run the entry and leave."""
     faulthandler.enable()
     parent = Parent(spec)
+    if parent.gone():  # killed while this interpreter started: nothing may be begun in its name
+        return
     module, _, function = spec["entry"].partition(":")
     target: Callable[[Parent], None] = getattr(importlib.import_module(module), function)
     target(parent)

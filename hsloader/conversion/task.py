@@ -105,6 +105,8 @@ class _Conversion:
         task, result = self._task, self._result
         began = time.monotonic()
         directory = Path(task.directory)
+        if not directory.is_dir():
+            raise FileNotFoundError(f"{directory}: the directory to write to is gone")
         with SegmentWriter(directory, task.fields, task.layout, bf16_as=task.bf16_as) as writer:
             with (
                 Flusher(directory),

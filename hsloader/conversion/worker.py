@@ -60,6 +60,8 @@ def main(parent: Parent) -> None:
     while True:
         try:
             task: SegmentTask = receive(parent.channel)
+            if parent.gone():  # the task came from a dead process, whose directories others may be cleaning
+                return
             send(parent.channel, _answer(parent.channel, task))
         except Hangup:
             return
