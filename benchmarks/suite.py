@@ -3,10 +3,10 @@
     pip install -r benchmarks/requirements.txt
     python benchmarks/suite.py --folder DISK [--samples 12] [--short 400] [--contenders ours stock_pt ...] [--repeats 3]
 
-Each contender converts the samples once. A run reads two epochs, the first from a cold page cache, the second from what
-that left in it; each setting is run once, then the best ones ``--repeats`` times; figures are medians. Pages are dropped
-of the suite's own files only, with posix_fadvise, and mincore is asked whether that worked. Results: a table, ``--json``
-FILE, ``--plot`` FILE.svg.
+Each contender converts the samples once. A run reads two epochs, the first from a cold page cache, the second from
+what that left in it; each setting is run once, then the best ones ``--repeats`` times; figures are medians. Pages are
+dropped of the suite's own files only, with posix_fadvise, and mincore is asked whether that worked. Results: a table,
+``--json`` FILE, ``--plot`` FILE.svg.
 """
 
 from __future__ import annotations

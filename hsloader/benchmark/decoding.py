@@ -66,7 +66,7 @@ def measure_decoding(
     seconds: float = 0.7,
     progress: Callable[[str], None] = lambda name: None,
 ) -> list[Measurement]:
-    """Decoded bytes a second for each number of threads; the limit is the one-thread rate times the threads."""
+    """Decoded bytes a second for each number of threads."""
     found: list[Measurement] = []
     codec = frames.codec
     outs = [np.empty(codec.chunk_bytes, np.uint8) for _ in range(max(threads))]
@@ -87,7 +87,6 @@ def measure_decoding(
                 size=timed.size,
                 seconds=timed.seconds,
                 settings={"threads": count, "field": codec.field.name, "chunk": codec.chunk_bytes},
-                limit=found[0].rate * count if found else timed.rate,
                 cpu_seconds_a_gb=timed.cpu / max(1e-9, timed.size / 1e9),
             )
         )

@@ -64,6 +64,8 @@ def with_limits(measurements: Sequence[Measurement], rates: Rates) -> list[Measu
     best_copy = max((m.rate for m in measurements if m.part == "transfer"), default=0.0)
     warm_disk = max((m.rate for m in measurements if m.part == "disk" and m.state == "warm"), default=0.0)
     decode = max(rates.decode.values(), default=0.0)
+    # The best of any number of threads, a thread: the first measurement may have met a slower clock.
+    one_thread = max((rate / count for count, rate in rates.decode.items()), default=0.0)
 
     def limit(m: Measurement) -> float:
         if m.part == "disk":
@@ -71,7 +73,7 @@ def with_limits(measurements: Sequence[Measurement], rates: Rates) -> list[Measu
         if m.part == "transfer":
             return best_copy
         if m.part == "decode":
-            return m.limit
+            return one_thread * int(m.settings["threads"])
         sources = [decode] if m.state == "warm" else [decode, rates.disk * rates.ratio]
         if m.settings.get("device") == "cuda":
             sources.append(best_copy)

@@ -112,6 +112,7 @@ def test_each_line_has_its_limit() -> None:
         measured("disk", 1.0, "cold"),
         measured("disk", 0.5, "cold"),
         measured("disk", 10.0, "warm"),
+        measured("decode", 1.0, threads=1),
         measured("decode", 4.0, threads=2),
         measured("pipeline", 1.2, "cold", mode="mmap", threads=2),
         measured("pipeline", 3.0, "warm", mode="mmap", threads=2),
@@ -119,7 +120,7 @@ def test_each_line_has_its_limit() -> None:
         measured("transfer", 20.0),
     ]
     limited = with_limits(lines, rates_of(lines, 1.5, in_memory=False))
-    assert [round((line.share or 0.0), 2) for line in limited] == [1.0, 0.5, 1.0, 0.0, 0.8, 0.75, 0.2, 1.0]
+    assert [round((line.share or 0.0), 2) for line in limited] == [1.0, 0.5, 1.0, 0.5, 1.0, 0.8, 0.75, 0.2, 1.0]
 
 
 def pipelines(**modes: float) -> list[Measurement]:
