@@ -273,4 +273,4 @@ def _open(settings: EngineSettings) -> list[Segment]:
             f"{root}: expected {settings.segments} segments with fingerprint {settings.fingerprint}, found "
             f"{manifest.fingerprint}: the dataset was replaced by another while the loader was open"
         )
-    return [Segment(root, entry) for entry in manifest.segments]
+    return [Segment(root, entry, manifest.fields) for entry in manifest.segments]

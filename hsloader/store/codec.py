@@ -36,27 +36,22 @@ class Codec:
 
     field: Field
     chunk_rows: int
+    # Bytes of a decoded chunk, and of the longest frame that ``encode`` makes and ``decode`` takes, with its crc32c.
+    chunk_bytes: int = dataclasses.field(init=False, repr=False, compare=False)
+    max_frame_bytes: int = dataclasses.field(init=False, repr=False, compare=False)
     _plan: BlockPlan = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         plan = BlockPlan.of(self.chunk_rows, self.field.width, self.field.type.item_size)
+        longest = plan.max_frame_bytes if self.field.codec == "lossless" else plan.chunk_bytes
         object.__setattr__(self, "_plan", plan)
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Bytes of a decoded chunk."""
-        return self._plan.chunk_bytes
+        object.__setattr__(self, "chunk_bytes", plan.chunk_bytes)
+        object.__setattr__(self, "max_frame_bytes", longest + CRC_BYTES)
 
     @property
     def block_bytes(self) -> int:
         """Bytes that are compressed together: the chunk's largest divisor of at most 512 KiB (whole rows)."""
         return self._plan.block_bytes
-
-    @property
-    def max_frame_bytes(self) -> int:
-        """Bytes of the longest frame that ``encode`` makes and ``decode`` takes, with its crc32c."""
-        header = self._plan.max_frame_bytes if self.field.codec == "lossless" else self._plan.chunk_bytes
-        return header + CRC_BYTES
 
     def inner_codecs(self) -> list[dict[str, Any]]:
         """The ``codecs`` of the array's ``sharding_indexed`` codec, as zarr v3 metadata."""
@@ -82,11 +77,7 @@ class Codec:
 
     def check_frame(self, frame: memoryview | Bytes) -> None:
         """Raise ``FrameError`` unless the length fits and the trailing crc32c is that of the bytes before it."""
-        data = self._sized(frame)
-        stored = int.from_bytes(data[-CRC_BYTES:].tobytes(), "little")
-        found = crc32c(data[:-CRC_BYTES].data)
-        if stored != found:
-            raise FrameError(f"crc32c of {len(data) - CRC_BYTES} bytes is {found:#010x}, the frame says {stored:#010x}")
+        _check_crc(self._sized(frame))
 
     def decode(self, frame: memoryview | Bytes, out: Bytes, verify: bool = True) -> None:
         """Decode ``frame`` (with its trailing crc32c) into ``out``: contiguous ``uint8`` of ``chunk_bytes`` bytes.
@@ -96,9 +87,10 @@ class Codec:
         """
         if out.dtype != np.uint8 or out.shape != (self.chunk_bytes,) or not out.flags.c_contiguous:
             raise ValueError(f"out: expected {self.chunk_bytes} contiguous uint8, found {out.dtype} {out.shape}")
+        data = self._sized(frame)
         if verify:
-            self.check_frame(frame)
-        body = self._sized(frame)[:-CRC_BYTES]
+            _check_crc(data)
+        body = data[:-CRC_BYTES]
         if self.field.codec == "none":
             np.copyto(out, body)
             return
@@ -117,6 +109,13 @@ class Codec:
         if not least <= len(data) <= self.max_frame_bytes:
             raise FrameError(f"a frame of {len(data)} bytes: expected {least} to {self.max_frame_bytes}")
         return data
+
+
+def _check_crc(data: Bytes) -> None:
+    stored = int.from_bytes(data[-CRC_BYTES:].tobytes(), "little")
+    found = crc32c(data[:-CRC_BYTES].data)
+    if stored != found:
+        raise FrameError(f"crc32c of {len(data) - CRC_BYTES} bytes is {found:#010x}, the frame says {stored:#010x}")
 
 
 class Encoder:

@@ -35,6 +35,9 @@ Bits = npt.NDArray[Any]
 # Decoded chunks of token fields that are kept: one holds the rows of many samples.
 _TOKEN_CHUNKS = 32
 
+# Before more memory than this is taken for a sample, its shards are opened: a manifest can claim anything.
+_TRUSTED_BYTES = 256 << 20
+
 
 def open_dataset(path: str | os.PathLike[str]) -> Dataset:
     """Open the dataset at ``path``.
@@ -74,9 +77,9 @@ class Dataset:
     """
 
     def __init__(self, path: Path, manifest: Manifest, table: npt.NDArray[np.int64]) -> None:
-        self.path = path
+        self.path = path.absolute()  # the working directory may change
         self.manifest = manifest
-        self.segments: tuple[Segment, ...] = tuple(Segment(path, entry) for entry in manifest.segments)
+        self.segments = tuple(Segment(self.path, entry, manifest.fields) for entry in manifest.segments)
         self.fields: dict[str, Field] = {field.name: field for field in manifest.fields}
         table.flags.writeable = False
         column = {name: table[i] for i, name in enumerate(COLUMNS)}
@@ -101,7 +104,7 @@ class Dataset:
         return f"<hsloader dataset {self.path}: {len(self):,} samples, {self.manifest.tokens:,} tokens; {fields}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _open, (self.path.absolute(), len(self.segments), self.fingerprint)
+        return _open, (self.path, len(self.segments), self.fingerprint)
 
     def __enter__(self) -> Dataset:
         return self
@@ -160,24 +163,11 @@ class Dataset:
         of that dtype and shape). Raises ``DamageError`` naming shard, chunk and sample.
         """
         i = self._index(i)
-        described = self._field(field)
         length = int(self.lengths[i])
         stop = length if stop is None else stop
         if not 0 <= start <= stop <= length:
             raise IndexError(f"sample {i} has {length} tokens; rows {start}:{stop} are not within")
-        shape = (stop - start, *described.shape)
-        bits = described.type.bits
-        if out is None:
-            out = self._memory.empty(shape, bits)
-        elif out.dtype != bits or out.shape != shape or not out.flags.c_contiguous or not out.flags.writeable:
-            raise ValueError(
-                f"out: expected writable, C-contiguous {bits} {list(shape)}, found {out.dtype} {list(out.shape)}"
-            )
-        if stop > start:
-            array = self.segments[self.segment_of[i]].array(field)
-            first = int(self.first_rows[i])
-            self._read_rows(i, array, first + start, first + stop, out.reshape(-1).view(np.uint8))
-        return out
+        return self._read(i, self._field(field), start, stop, out)
 
     def __getitem__(self, key: int | tuple[int, slice]) -> dict[str, torch.Tensor]:
         """``dataset[i]`` or ``dataset[i, a:b]``: every field of sample ``i`` (rows a to b) as a CPU tensor."""
@@ -187,11 +177,34 @@ class Dataset:
         i = self._index(i)
         start, stop, _ = rows.indices(int(self.lengths[i]))
         stop = max(start, stop)
-        return {name: as_tensor(self.read(i, name, start, stop), f.dtype) for name, f in self.fields.items()}
+        return {name: as_tensor(self._read(i, f, start, stop, None), f.dtype) for name, f in self.fields.items()}
+
+    def _read(self, i: int, field: Field, start: int, stop: int, out: Bits | None) -> Bits:
+        """Rows ``start:stop``, which are within sample ``i``, in ``out`` or in memory of ours."""
+        shape, bits = (stop - start, *field.shape), field.type.bits
+        if out is not None and (
+            out.dtype != bits or out.shape != shape or not out.flags.c_contiguous or not out.flags.writeable
+        ):
+            raise ValueError(
+                f"out: expected writable, C-contiguous {bits} {list(shape)}, found {out.dtype} {list(out.shape)}"
+            )
+        if start == stop:
+            return np.empty(shape, bits) if out is None else out
+        array = self.segments[self.segment_of[i]].array(field.name)
+        first = int(self.first_rows[i])
+        size = (stop - start) * array.row_bytes
+        if out is None:
+            if size > _TRUSTED_BYTES:
+                rows = array.chunk_rows * array.shard_chunks
+                for shard in range((first + start) // rows, -(-(first + stop) // rows)):
+                    self._shards.get(array, shard)
+            out = self._memory.empty(shape, bits)
+        self._read_rows(i, array, first + start, first + stop, out.reshape(-1).view(np.uint8))
+        return out
 
     def _read_rows(self, i: int, array: ArrayInfo, first: int, last: int, out: npt.NDArray[np.uint8]) -> None:
         """Fill ``out`` with the segment's rows ``first:last``: whole chunks in place, cut ones through a scratch."""
-        rows, row_bytes = array.chunk_rows, array.field.row_bytes
+        rows, row_bytes = array.chunk_rows, array.row_bytes
         for chunk in range(first // rows, -(-last // rows)):
             start, stop = max(first, chunk * rows), min(last, (chunk + 1) * rows)
             place = out[(start - first) * row_bytes : (stop - first) * row_bytes]
@@ -212,13 +225,7 @@ class Dataset:
         handle = None
         try:
             handle = self._shards.get(array, shard)
-            offset, size = (int(n) for n in handle.index[slot])
-            if size > array.codec.max_frame_bytes:
-                raise FrameError(f"a frame of {size:,} bytes; expected at most {array.codec.max_frame_bytes:,}")
-            frame = os.pread(handle.fd, size, offset)
-            if len(frame) != size:
-                raise FrameError(f"expected {size:,} bytes at {offset:,}, the file ends after {len(frame):,}")
-            array.codec.decode(memoryview(frame), out)
+            array.codec.decode(memoryview(handle.frame(slot, array.codec.max_frame_bytes)), out)
         except (FrameError, DamageError, OSError) as error:
             if isinstance(error, OSError) and error.errno in OUT_OF_RESOURCES:
                 raise
@@ -231,7 +238,7 @@ class Dataset:
     def _called(self, i: int) -> str:
         try:
             return f"{i} {self.name(i)!r}"
-        except DamageError:
+        except (DamageError, OSError):
             return str(i)
 
     def _place(self, i: int) -> tuple[Segment, int]:
@@ -257,14 +264,14 @@ class _ChunkCache:
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._chunks: OrderedDict[tuple[Path, int], npt.NDArray[np.uint8]] = OrderedDict()
+        self._chunks: OrderedDict[tuple[ArrayInfo, int], npt.NDArray[np.uint8]] = OrderedDict()
 
     def get(self, array: ArrayInfo, chunk: int) -> npt.NDArray[np.uint8] | None:
-        return self._chunks.get((array.directory, chunk))
+        return self._chunks.get((array, chunk))
 
     def put(self, array: ArrayInfo, chunk: int, decoded: npt.NDArray[np.uint8]) -> None:
         decoded.flags.writeable = False
-        self._chunks[array.directory, chunk] = decoded
+        self._chunks[array, chunk] = decoded
         while len(self._chunks) > self._capacity:
             self._chunks.popitem(last=False)
 

@@ -82,6 +82,10 @@ def read_limited(path: Path, limit: int, what: str, *, size: int | None = None) 
             raise DamageError(f"{path}: {what} has {found:,} bytes; expected at most {limit:,}")
         with open(fd, "rb", closefd=False) as file:
             data = file.read(found + 1)
+    except OSError as error:
+        if error.errno in OUT_OF_RESOURCES:
+            raise
+        raise DamageError(f"{path}: {what} cannot be read: {error.strerror}; restore the file") from error
     finally:
         os.close(fd)
     if len(data) != found:

@@ -17,7 +17,15 @@ from typing import Any
 import numpy as np
 import zstandard
 
-__all__ = ["HEADER", "BlockPlan", "FrameBuilder", "check_blosc_frame", "copy_rows", "entropy_compressor"]
+__all__ = [
+    "HEADER",
+    "MAX_CHUNK_BYTES",
+    "BlockPlan",
+    "FrameBuilder",
+    "check_blosc_frame",
+    "copy_rows",
+    "entropy_compressor",
+]
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Words = np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]]
@@ -28,7 +36,7 @@ _SHUFFLED, _MEMCPYED, _DONT_SPLIT, _ZSTD = 0x01, 0x02, 0x10, 4 << 5
 
 _BLOCK_LIMIT = 512 * 1024
 _MIN_PLANE = 128  # Blosc decodes a block as split only if each plane has at least so many bytes
-_MAX_CHUNK = (2**31 - 1 - 255 * 4) // 3  # Blosc's largest block
+MAX_CHUNK_BYTES = (2**31 - 1 - 255 * 4) // 3  # Blosc's largest block
 _SAMPLE = 4096
 _SAMPLE_PAYS = _SAMPLE - _SAMPLE // 32
 
@@ -74,8 +82,8 @@ class BlockPlan:
         A chunk that only divides into crumbs (prime numbers of rows) gets larger blocks instead.
         """
         row_bytes = width * item_size
-        if not 0 < rows * row_bytes <= _MAX_CHUNK:
-            raise ValueError(f"a chunk of {rows} rows of {row_bytes} bytes: expected 1 to {_MAX_CHUNK} bytes")
+        if not 0 < rows * row_bytes <= MAX_CHUNK_BYTES:
+            raise ValueError(f"a chunk of {rows} rows of {row_bytes} bytes: expected 1 to {MAX_CHUNK_BYTES} bytes")
         by_rows = row_bytes <= _BLOCK_LIMIT
         units, unit_bytes = (rows, row_bytes) if by_rows else (rows * width, item_size)
         fewest = -(-units * unit_bytes // _BLOCK_LIMIT)

@@ -154,11 +154,12 @@ class TokenArray:
         if self._rows < rows:
             return
         pending = np.concatenate(self._pending)
-        whole = self._rows - self._rows % rows
-        for start in range(0, whole, rows):
-            self._write(pending[start : start + rows])
-        self._pending = [pending[whole:].copy()]
-        self._rows -= whole
+        while len(pending) >= rows:
+            self._write(pending[:rows])
+            # After each chunk: should the next one fail, a second try begins with that one.
+            pending = pending[rows:]
+            self._pending, self._rows = [pending], len(pending)
+        self._pending = [pending.copy()]
 
     def seal(self) -> list[ShardRecord]:
         self.flush()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import mmap
 import weakref
 from collections import deque
@@ -36,7 +37,7 @@ class LentMemory:
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
         """An uninitialised array; its memory is used again once no view of it (or tensor on it) is left."""
-        count = int(np.prod(shape, dtype=np.int64))
+        count = math.prod(shape)
         size = count * dtype.itemsize
         if not _SMALLEST <= size <= self._largest:
             return np.empty(shape, dtype)

@@ -26,10 +26,11 @@ class Problem:
     samples: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        """One printable line, whatever bytes are in the names."""
         text = self.text if self.text.startswith(self.path) else f"{self.path}: {self.text}"
         if self.chunk is not None:
             text += f" (chunk {self.chunk})"
         if self.samples:
             more = len(self.samples) - _NAMES_SHOWN
             text += f"; hits {', '.join(self.samples[:_NAMES_SHOWN])}" + (f" and {more:,} more" if more > 0 else "")
-        return text
+        return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

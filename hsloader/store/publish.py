@@ -56,7 +56,7 @@ class Root:
     """A dataset's directory, for those who write to it."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = Path(path).absolute()  # the working directory may change
         self.private = self.path / _PRIVATE
         self.scratch = self.private / "tmp"
         self._lock_file = self.private / "lock"
@@ -288,4 +288,4 @@ class Root:
                 made = True
         if made:
             fsync_directory(self.path)
-            fsync_directory(self.path.absolute().parent)  # where the dataset itself is an entry
+            fsync_directory(self.path.parent)  # where the dataset itself is an entry

@@ -34,8 +34,8 @@ class SegmentWriter:
     """Writes a segment into ``directory`` (made if it is not there; its files must not exist yet).
 
     Not safe for threads: frames are encoded anywhere and appended by one thread, in order. Memory: the frames go
-    straight to their shards, names and extras are kept until ``seal``. After an error of ``begin`` or ``seal`` only
-    ``abort`` is left; after one of ``append`` or ``commit`` also ``rollback``.
+    straight to their shards, names and extras are kept until ``seal``. After an error of ``append`` or ``commit`` comes
+    ``rollback``; ``begin``, which seals full shards, may be called again; after one of ``seal`` only ``abort`` is left.
     """
 
     def __init__(

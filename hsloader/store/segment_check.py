@@ -24,6 +24,7 @@ from hsloader.store.zarr_json import chunk_name, group_document, json_bytes
 __all__ = ["SegmentCheck", "check_groups"]
 
 _MASK = "loss_mask"
+_GAP_BYTES = 1 << 20
 
 Count = Callable[[int, int], None]
 
@@ -57,7 +58,7 @@ class SegmentCheck:
         self.checked_samples = 0
         self._problems: list[Problem] = []
         self._arrays: list[ArrayInfo] = []
-        self._mask: npt.NDArray[Any] | None = None
+        self._masks: dict[int, npt.NDArray[Any]] = {}
 
     def open(self) -> None:
         """Check metadata, tables, names and the presence of every file."""
@@ -83,8 +84,6 @@ class SegmentCheck:
         """One task a shard."""
         made = []
         for array in self._arrays:
-            if self.chosen is None and array.field.name == _MASK and array.field.shape == ():
-                self._mask = np.zeros(array.rows, array.field.type.bits)
             wanted = self._wanted_chunks(array)
             for shard in range(array.shards):
                 first = shard * array.shard_chunks
@@ -97,16 +96,12 @@ class SegmentCheck:
         """Check the samples table against the data; everything found by ``open`` and here."""
         if self.table is not None:
             self.checked_samples = self.segment.entry.samples if self.chosen is None else len(self.chosen)
-            if self._mask is not None:
-                self._check_mask(self.table, self._mask)
+            self._check_mask(self.table)
         return self._problems
 
-    def keep_mask(self, array: ArrayInfo, chunk: int, decoded: npt.NDArray[np.uint8]) -> None:
-        """Keep a decoded chunk of the loss mask for ``close``."""
-        if self._mask is not None and array.field.name == _MASK:
-            start = chunk * array.chunk_rows
-            rows = decoded.view(array.field.type.bits)[: len(self._mask) - start]
-            self._mask[start : start + len(rows)] = rows
+    def keep_mask(self, shard: int, mask: npt.NDArray[Any]) -> None:
+        """Keep the loss mask that a shard holds for ``close``."""
+        self._masks[shard] = mask
 
     def samples_in(self, first: int, last: int) -> tuple[str, ...]:
         """The names of the samples that have rows in ``first:last``."""
@@ -158,7 +153,7 @@ class SegmentCheck:
             try:
                 name = self.segment.name(position)
                 self.segment.extras(position)
-            except (DamageError, ValueError) as error:
+            except DamageError as error:
                 self._add("table", self.segment.path, error)
                 return
             if keys is not None and sample_key(name) != int(keys[position]):
@@ -181,8 +176,11 @@ class SegmentCheck:
                 if path not in expected and below.as_posix() not in known:
                     self._add("unexpected", self.segment.path / path, "a file that the segment does not list")
 
-    def _check_mask(self, table: Table, mask: npt.NDArray[Any]) -> None:
-        dtype = next(array.field.dtype for array in self._arrays if array.field.name == _MASK)
+    def _check_mask(self, table: Table) -> None:
+        array = next((array for array in self._arrays if array.field.name == _MASK), None)
+        if array is None or len(self._masks) < array.shards:
+            return
+        mask, dtype = np.concatenate([self._masks[shard] for shard in range(array.shards)]), array.field.dtype
         for i, (first, length, loss, supervised) in enumerate(table[:4].T.tolist()):
             found = mask_counts(mask[first : first + length], dtype)
             if found != (loss, supervised):
@@ -203,7 +201,7 @@ class _ShardTask:
     chunks: list[int] | None
 
     @property
-    def bytes(self) -> int:
+    def size(self) -> int:
         record = self.array.records[self.shard]
         return record.size if self.chunks is None else record.size * len(self.chunks) // max(1, record.chunks)
 
@@ -212,35 +210,34 @@ class _ShardTask:
         try:
             handle = self.array.open_shard(self.shard)
         except DamageError as error:
-            count(self.bytes, 0)
+            count(self.size, 0)
             return [Problem("shard", path, str(error), samples=self._samples(None))]
         problems = self._read_all(handle, count) if self.chunks is None else self._read_some(handle, count)
         return problems
 
     def _read_all(self, handle: ShardHandle, count: Count) -> list[Problem]:
         """Every byte in file order: frames, the gaps between them, and the digest over both."""
-        record = self.array.records[self.shard]
+        record, array = self.array.records[self.shard], self.array
         problems: list[Problem] = []
         crcs = np.zeros(record.chunks, np.uint32)
-        out = np.empty(self.array.codec.chunk_bytes, np.uint8)
+        out = np.empty(array.codec.chunk_bytes, np.uint8)
+        mask = np.zeros((record.chunks, array.chunk_rows), array.field.type.bits) if self._holds_mask else None
         end = 0
         for slot in np.argsort(handle.index[: record.chunks, 0], kind="stable").tolist():
-            offset, size = (int(n) for n in handle.index[slot])
-            data = self._pread(handle, offset + size - end, end)
-            gap = data[: offset - end]
-            if gap.any():
-                problems.append(
-                    self._problem("shard", f"bytes {end:,} to {offset:,} between frames are not zero", slot)
-                )
-            problems += self._check_frame(data[offset - end :], size, slot, out)
-            if len(data) == offset + size - end:
-                crcs[slot] = frame_crc(data)
-            count(len(data), 1)
+            offset, size = handle.index[slot].tolist()
+            problems += self._check_gap(handle, end, offset, slot)
+            found, frame = self._check_frame(handle, slot, out)
+            problems += found
+            if frame:
+                crcs[slot] = frame_crc(memoryview(frame))
+            if mask is not None:
+                mask[slot] = 0 if found else out.view(mask.dtype)
+            count(offset + size - end, 1)
             end = offset + size
-        tail = record.size - index_bytes(self.array.shard_chunks)
-        if self._pread(handle, tail - end, end).any():
-            problems.append(self._problem("shard", f"bytes {end:,} to {tail:,} before the index are not zero", None))
+        problems += self._check_gap(handle, end, record.size - index_bytes(array.shard_chunks), None)
         count(record.size - end, 0)
+        if mask is not None:
+            self.check.keep_mask(self.shard, mask.reshape(-1))
         if shard_digest(handle.index, crcs) != record.digest and not problems:
             text = "the digest over index and checksums is not the recorded one: frames were exchanged or rewritten"
             problems.append(self._problem("shard", text, None))
@@ -251,34 +248,42 @@ class _ShardTask:
         out = np.empty(self.array.codec.chunk_bytes, np.uint8)
         for chunk in self.chunks or ():
             slot = chunk - self.shard * self.array.shard_chunks
-            offset, size = (int(n) for n in handle.index[slot])
-            problems += self._check_frame(self._pread(handle, size, offset), size, slot, out)
-            count(size, 1)
+            problems += self._check_frame(handle, slot, out)[0]
+            count(int(handle.index[slot, 1]), 1)
         return problems
 
-    def _check_frame(
-        self, frame: npt.NDArray[np.uint8], size: int, slot: int, out: npt.NDArray[np.uint8]
-    ) -> list[Problem]:
+    def _check_frame(self, handle: ShardHandle, slot: int, out: npt.NDArray[np.uint8]) -> tuple[list[Problem], bytes]:
+        """Decode a chunk into ``out`` and look at its padding; what is wrong, and the frame's bytes (if there)."""
         array = self.array
-        chunk = self.shard * array.shard_chunks + slot
+        frame = b""
         try:
-            if len(frame) != size:
-                raise FrameError(f"expected {size:,} bytes, the file ended or failed after {len(frame):,}")
-            array.codec.decode(frame, out)
+            frame = handle.frame(slot, array.codec.max_frame_bytes)
+            array.codec.decode(memoryview(frame), out)
         except FrameError as error:
-            return [self._problem("chunk", str(error), slot)]
-        self.check.keep_mask(array, chunk, out)
-        first = chunk * array.chunk_rows
+            return [self._problem("chunk", str(error), slot)], frame
+        except OSError as error:  # an unreadable sector
+            return [self._problem("chunk", f"the frame cannot be read: {error.strerror}", slot)], frame
+        first = (self.shard * array.shard_chunks + slot) * array.chunk_rows
         padding = self.check.padding_in(first, first + array.chunk_rows)
         if padding is not None and out.reshape(array.chunk_rows, -1)[padding].any():
-            return [self._problem("padding", "rows that belong to no sample are not zero", slot)]
+            return [self._problem("padding", "rows that belong to no sample are not zero", slot)], frame
+        return [], frame
+
+    def _check_gap(self, handle: ShardHandle, start: int, stop: int, slot: int | None) -> list[Problem]:
+        """The bytes ``start:stop``, before a frame or before the index, are zeros; a hostile gap can be terabytes."""
+        for at in range(start, stop, _GAP_BYTES):
+            size = min(_GAP_BYTES, stop - at)
+            try:
+                data = os.pread(handle.fd, size, at)
+            except OSError as error:
+                return [self._problem("shard", f"bytes from {at:,} cannot be read: {error.strerror}", slot)]
+            if data != bytes(size):
+                return [self._problem("shard", f"bytes {start:,} to {stop:,} between frames are not zero", slot)]
         return []
 
-    def _pread(self, handle: ShardHandle, size: int, offset: int) -> npt.NDArray[np.uint8]:
-        try:
-            return np.frombuffer(os.pread(handle.fd, size, offset), np.uint8)
-        except OSError:  # an unreadable sector: the caller sees fewer bytes than it asked for
-            return np.empty(0, np.uint8)
+    @property
+    def _holds_mask(self) -> bool:
+        return self.array.field.name == _MASK and self.array.field.shape == ()
 
     def _problem(self, kind: str, text: str, slot: int | None) -> Problem:
         chunk = None if slot is None else self.shard * self.array.shard_chunks + slot

@@ -7,21 +7,24 @@ the digest in the manifest covers them all.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from hsloader.errors import DamageError, IncompatibleError
 from hsloader.store.checks import Node, parse_json
-from hsloader.store.fields import Field
+from hsloader.store.fields import Field, check_field_set
+from hsloader.store.frames import MAX_CHUNK_BYTES
 from hsloader.store.manifest import BYTES_LIMIT, FORMAT, SegmentEntry, field_from, field_to
 from hsloader.store.samples import ROWS_LIMIT, SAMPLES_LIMIT
-from hsloader.store.shard import ShardRecord
+from hsloader.store.shard import ShardRecord, index_bytes
 
 __all__ = ["ArrayMeta", "SegmentMeta", "TableMeta"]
 
-_CHUNK_BYTES_LIMIT = 1 << 31
 _SLOTS_LIMIT = 1 << 26
+
+# zstd keeps 128 KiB in four bytes at best. A shard that claims to hold more is a lie about how much memory to take.
+_RATIO_LIMIT = 1 << 15
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,6 +124,10 @@ class SegmentMeta:
         rows = node.integer("rows", tokens, ROWS_LIMIT)
         alignment = node.integer("alignment", 1, rows)
         fields = tuple(field_from(field) for field in node.nodes("fields"))
+        try:
+            check_field_set(fields)
+        except ValueError as error:
+            raise DamageError(f"{path}: {error}") from error
         arrays = node.node("arrays")
         tables = node.node("tables")
         source = None if node.value.get("source") is None else node.node("source").value
@@ -140,7 +147,7 @@ class SegmentMeta:
 
 
 def _array_from(node: Node, field: Field, rows: int, alignment: int) -> ArrayMeta:
-    chunk_rows = node.integer("chunk_rows", 1, max(1, _CHUNK_BYTES_LIMIT // field.row_bytes))
+    chunk_rows = node.integer("chunk_rows", 1, max(1, MAX_CHUNK_BYTES // field.row_bytes))
     if not field.is_token_field and alignment % chunk_rows:
         raise node.fail("chunk_rows", f"a divisor of the alignment {alignment}", chunk_rows)
     shard_chunks = node.integer("shard_chunks", 1, _SLOTS_LIMIT)
@@ -152,10 +159,12 @@ def _array_from(node: Node, field: Field, rows: int, alignment: int) -> ArrayMet
     records = []
     for k, shard in enumerate(shards):
         held = min(shard_chunks, chunks - k * shard_chunks)
+        raw = held * chunk_rows * field.row_bytes
+        least = index_bytes(shard_chunks) + (raw if field.codec == "none" else raw // _RATIO_LIMIT)
         records.append(
             ShardRecord(
                 chunks=shard.integer("chunks", held, held),
-                size=shard.integer("size", 16 * shard_chunks + 4, BYTES_LIMIT),
+                size=shard.integer("size", least, BYTES_LIMIT),
                 index_crc=shard.integer("index_crc32c", 0, (1 << 32) - 1),
                 digest=shard.hex_digest("digest"),
             )
@@ -182,3 +191,14 @@ def check_entry(meta: SegmentMeta, entry: SegmentEntry, path: object) -> None:
         found, expected = getattr(meta, key), getattr(entry, key)
         if found != expected:
             raise DamageError(f"{path}: {key}: the manifest says {expected:,}, the segment says {found:,}")
+
+
+def check_like(meta: SegmentMeta, fields: Sequence[Field], path: object) -> None:
+    """Demand that the segment stores each of the manifest's ``fields`` as a reader will take it."""
+    stored = {field.name: (field.dtype, field.shape) for field in meta.fields}
+    for field in fields:
+        if stored.get(field.name) != (field.dtype, field.shape):
+            raise DamageError(
+                f"{path}: field {field.name}: the manifest says {field.dtype} {list(field.shape)}, "
+                f"the segment has {stored.get(field.name, 'no such field')}"
+            )

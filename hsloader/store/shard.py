@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 from crc32c import crc32c
 
+from hsloader.store.files import OUT_OF_RESOURCES
+
 __all__ = [
     "ABSENT",
     "INDEX_CODECS",
@@ -96,10 +98,11 @@ class ShardWriter:
     """Writes one shard file of ``slots`` chunks; created exclusively, so an existing path raises ``FileExistsError``.
 
     Not safe for threads.  Every ``OSError`` (a full disk) names the path; the writer can then still be rolled back or
-    aborted.
+    aborted, and what failed can be tried again, except after a failed fsync: the kernel has dropped what it could not
+    write, and a second fsync would not tell.
     """
 
-    __slots__ = ("_buffer", "_buffered", "_crcs", "_done", "_fd", "_flushed", "_index", "_path", "_slots")
+    __slots__ = ("_buffer", "_buffered", "_crcs", "_done", "_fd", "_flushed", "_index", "_path", "_slots", "_unsynced")
 
     def __init__(self, path: str | Path, slots: int) -> None:
         if slots < 1:
@@ -112,6 +115,7 @@ class ShardWriter:
         self._buffered = 0  # bytes in the buffer; they belong at offset `_flushed`
         self._flushed = 0
         self._done = False  # sealed or aborted
+        self._unsynced: OSError | None = None
         self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     @property
@@ -137,7 +141,9 @@ class ShardWriter:
         length = len(frame)
         start = self.size + gap
         if length >= _DIRECT or self._buffered + gap + length > _BUFFER:
-            self._write([memoryview(self._buffer)[: self._buffered], *_zeros(gap), frame])
+            with self._named_errors():
+                end = self._put([memoryview(self._buffer)[: self._buffered], *_zeros(gap), frame])
+            self._flushed, self._buffered = end, 0  # counted only once all is written
         else:
             for piece in (*_zeros(gap), frame):
                 self._buffer[self._buffered : self._buffered + len(piece)] = piece
@@ -166,17 +172,18 @@ class ShardWriter:
 
     def seal(self, fsync: bool = True) -> ShardRecord:
         """Write the index, close the file and describe it.  ``fsync`` forces the bytes to the disk first."""
+        if self._unsynced is not None:
+            raise self._unsynced
         crc = index_crc(self._index)
         tail = self._index.tobytes() + crc.to_bytes(_CRC_BYTES, "little")
-        chunks, end = self.count, self.size
-        self._write([memoryview(self._buffer)[: self._buffered], memoryview(tail)])
         with self._named_errors():
-            os.ftruncate(self._fd, self._flushed)  # a failed append may have left bytes behind the end
+            size = self._put([memoryview(self._buffer)[: self._buffered], memoryview(tail)])
+            os.ftruncate(self._fd, size)  # a failed append may have left bytes behind the end
             if fsync:
-                os.fsync(self._fd)
+                self._sync()
             self._close()
         self._done = True
-        return ShardRecord(chunks, end + len(tail), crc, shard_digest(self._index, self._crcs))
+        return ShardRecord(self.count, size, crc, shard_digest(self._index, self._crcs))
 
     def abort(self) -> None:
         """Close and delete the file.  Harmless when it is sealed, aborted or gone already."""
@@ -192,19 +199,25 @@ class ShardWriter:
         fd, self._fd = self._fd, -1
         os.close(fd)
 
-    def _write(self, pieces: list[memoryview]) -> None:
-        """Write the pieces at `_flushed` (where the buffer's bytes belong) and count them only once all are written."""
+    def _sync(self) -> None:
+        try:
+            os.fsync(self._fd)
+        except OSError as error:
+            self._unsynced = OSError(error.errno, error.strerror, self._path)
+            raise
+
+    def _put(self, pieces: list[memoryview]) -> int:
+        """Write the pieces at `_flushed` (where the buffer's bytes belong); the position behind them."""
         left = [piece for piece in pieces if len(piece)]
         position = self._flushed
-        with self._named_errors():
-            while left:
-                done = os.pwritev(self._fd, left, position)
-                position += done
-                while left and done >= len(left[0]):
-                    done -= len(left.pop(0))
-                if left:
-                    left[0] = left[0][done:]
-        self._flushed, self._buffered = position, 0
+        while left:
+            done = os.pwritev(self._fd, left, position)
+            position += done
+            while left and done >= len(left[0]):
+                done -= len(left.pop(0))
+            if left:
+                left[0] = left[0][done:]
+        return position
 
     @contextlib.contextmanager
     def _named_errors(self) -> Any:
@@ -231,7 +244,12 @@ def read_index(fd: int, size: int, slots: int, *, crc: int | None = None) -> Ind
     tail = index_bytes(slots)
     if size < tail:
         raise ShardError(f"{size} bytes are shorter than the index of {slots} chunks ({tail} bytes)")
-    data = os.pread(fd, tail, size - tail)
+    try:
+        data = os.pread(fd, tail, size - tail)
+    except OSError as error:
+        if error.errno in OUT_OF_RESOURCES:
+            raise
+        raise ShardError(f"its {tail} bytes at {size - tail} cannot be read: {error.strerror}") from error
     if len(data) != tail:
         raise ShardError(f"the file ends before byte {size}: {len(data)} of {tail} index bytes could be read")
     stored = int.from_bytes(data[-_CRC_BYTES:], "little")

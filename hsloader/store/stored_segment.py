@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import resource
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from hsloader.errors import DamageError
-from hsloader.store.codec import Codec
+from hsloader.store.checks import parse_json
+from hsloader.store.codec import Codec, FrameError
 from hsloader.store.fields import Field
 from hsloader.store.files import open_regular, read_limited
 from hsloader.store.manifest import BYTES_LIMIT, SegmentEntry
 from hsloader.store.samples import COLUMNS, Table, check_table, decode_text
-from hsloader.store.segment_meta import SegmentMeta, check_entry
+from hsloader.store.segment_meta import SegmentMeta, check_entry, check_like
 from hsloader.store.shard import ABSENT, ShardError, ShardRecord, read_index
 from hsloader.store.zarr_json import chunk_name
 
@@ -35,7 +36,7 @@ OPEN_SHARDS = 512
 
 
 class ShardHandle:
-    """One open shard: ``fd``, ``size`` in bytes, ``index`` uint64 ``[slots, 2]`` of (offset, bytes).
+    """One open shard: ``fd``, ``size`` in bytes, ``index`` uint64 ``[slots, 2]`` of (offset, bytes with crc32c).
 
     The descriptor is closed when the last reference to the handle is gone.
     """
@@ -49,6 +50,16 @@ class ShardHandle:
         self.index = index
         weakref.finalize(self, os.close, fd)
 
+    def frame(self, slot: int, most: int) -> bytes:
+        """A chunk's frame; ``FrameError`` if it would have more than ``most`` bytes or the file ends before it does."""
+        offset, size = self.index[slot].tolist()
+        if size > most:
+            raise FrameError(f"a frame of {size:,} bytes; expected at most {most:,}")
+        data = os.pread(self.fd, size, offset)
+        if len(data) != size:
+            raise FrameError(f"expected {size:,} bytes at {offset:,}, the file ends after {len(data):,}")
+        return data
+
 
 class ArrayInfo:
     """One field's array in a segment: where its chunks are.
@@ -57,12 +68,13 @@ class ArrayInfo:
     and is slot ``c % shard_chunks`` of shard ``c // shard_chunks``.
     """
 
-    __slots__ = ("chunk_rows", "codec", "directory", "field", "records", "rows", "shard_chunks")
+    __slots__ = ("chunk_rows", "codec", "directory", "field", "records", "row_bytes", "rows", "shard_chunks")
 
     def __init__(self, directory: Path, field: Field, meta: SegmentMeta) -> None:
         array = meta.arrays[field.name]
         self.directory = directory
         self.field = field
+        self.row_bytes = field.row_bytes
         self.rows = meta.rows
         self.chunk_rows = array.chunk_rows
         self.shard_chunks = array.shard_chunks
@@ -102,10 +114,14 @@ class ArrayInfo:
 
 
 class Segment:
-    """One listed segment. Nothing is read before it is asked for."""
+    """One listed segment. Nothing is read before it is asked for.
 
-    def __init__(self, root: Path, entry: SegmentEntry) -> None:
+    ``fields``: the manifest's, which the segment's must be like.
+    """
+
+    def __init__(self, root: Path, entry: SegmentEntry, fields: Sequence[Field] = ()) -> None:
         self.entry = entry
+        self._fields = fields
         self.path = root / entry.path
         self._meta: SegmentMeta | None = None
         self._arrays: dict[str, ArrayInfo] = {}
@@ -125,6 +141,7 @@ class Segment:
                 )
             meta = SegmentMeta.parse(data, path)
             check_entry(meta, self.entry, path)
+            check_like(meta, self._fields, path)
             self._meta = meta
         return self._meta
 
@@ -156,10 +173,7 @@ class Segment:
         """The small values of the segment's sample number ``position``; empty if it has none."""
         if "extras" not in self.meta.tables:
             return {}
-        value = json.loads(self._text("extras", position))
-        if not isinstance(value, dict):
-            raise DamageError(f"{self.path / 'extras'}: sample {position}: expected a JSON object")
-        return value
+        return parse_json(self._text("extras", position), f"{self.path / 'extras'}: sample {position}").value
 
     def _text(self, table: str, position: int) -> bytes:
         if not 0 <= position < self.entry.samples:
@@ -207,13 +221,13 @@ class ShardCache:
     def __init__(self, capacity: int | None = None) -> None:
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._capacity = capacity or max(1, min(OPEN_SHARDS, descriptors // 4))
-        self._handles: OrderedDict[tuple[Path, int], ShardHandle] = OrderedDict()
+        self._handles: OrderedDict[tuple[ArrayInfo, int], ShardHandle] = OrderedDict()
         self._lock = threading.Lock()
         _caches.add(self)
 
     def get(self, array: ArrayInfo, shard: int) -> ShardHandle:
         """The shard, opened if need be. It stays open as long as the caller holds it."""
-        key = (array.directory, shard)
+        key = (array, shard)
         with self._lock:
             handle = self._handles.get(key)
             if handle is not None:

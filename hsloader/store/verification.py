@@ -84,7 +84,7 @@ def verify(
     with ThreadPoolExecutor(threads or min(_THREADS, len(os.sched_getaffinity(0))), "hsloader-verify") as pool:
         list(pool.map(SegmentCheck.open, checks))
         tasks = [task for check in checks for task in check.tasks()]
-        counter.total = sum(task.bytes for task in tasks)
+        counter.total = sum(task.size for task in tasks)
         for found in pool.map(lambda task: task.run(counter.add), tasks):
             report.problems += found
     report.problems += _check_packed(root, manifest, checks)
@@ -106,7 +106,7 @@ def _segment_checks(root: Path, manifest: Manifest, chosen: list[int] | None) ->
     checks, first = [], 0
     for entry in manifest.segments:
         own = None if chosen is None else [i - first for i in chosen if first <= i < first + entry.samples]
-        checks.append(SegmentCheck(Segment(root, entry), own))
+        checks.append(SegmentCheck(Segment(root, entry, manifest.fields), own))
         first += entry.samples
     return checks
 
