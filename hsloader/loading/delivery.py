@@ -202,13 +202,15 @@ class DeviceDelivery:
 
     def _begun(self, stream: BatchStream) -> Transfers:
         if self._transfers is None:
+            client = stream.client
 
             def moved(nanoseconds: int, size: int) -> None:
-                counters = stream.client.counters
+                counters = client.counters
                 counters[TrainerCounter.TRANSFER_NS] += nanoseconds
                 counters[TrainerCounter.TRANSFER_BYTES] += size
 
             self._transfers = Transfers(self._make_driver(), self._plans, self._noise, moved)
+            stream.relieve = self._transfers.retire
         return self._transfers
 
     def _send(self, transfers: Transfers, stream: BatchStream, fetched: Fetched) -> tuple[Parcel, BatchLayout]:

@@ -27,6 +27,7 @@ __all__ = ["BatchStream", "Fetched", "Target"]
 
 _log = logging.getLogger("hsloader")
 
+_GLANCE = 0.005  # seconds between looks at what a GPU still reads
 _NUMBERS = 1 << 40  # more batches than an epoch has: epoch and number in one key
 
 
@@ -72,6 +73,8 @@ class BatchStream:
         stalled: Callable[[float, int], None],
     ) -> None:
         self.client = client
+        self.relieve: Callable[[], None] = lambda: None
+        """Lets go of slots whose batches have left; called while a free one is waited for."""
         self._dataset = dataset
         self._trainer = trainer
         self._on_bad = on_bad
@@ -193,9 +196,13 @@ class BatchStream:
             assert target is not None
             self.forget()
             self.aim(target, then)
-        while not self.client.wait_free(pause):
-            self._stalled(time.monotonic() - begun, key)
-            pause = max(pause, 60.0)
+        while True:
+            self.relieve()
+            if self.client.wait_free(_GLANCE):
+                return
+            if (waited := time.monotonic() - begun) >= pause:
+                self._stalled(waited, key)
+                pause += 60.0
 
     def _judge(self, bad: Sequence[BadSample]) -> None:
         """Raise for bad samples, or note that they are left out from now on."""

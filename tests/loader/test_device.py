@@ -1,0 +1,259 @@
+"""Transfers against a make-believe CUDA that runs late: what is reused too early is seen."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import hsloader.loading.delivery as delivery_module
+from hsloader import DataLoader, UniformNoise
+from hsloader.errors import LoaderError
+from hsloader.store.dataset import Dataset
+from tests.loader.making import PACKED, PADDED, RAW, assert_same, clone, reference
+
+
+class LateEvent:
+    def __init__(self) -> None:
+        self.done = False
+        self.recorded = False
+
+
+class LateStream:
+    """A queue of work that runs only when somebody lets it."""
+
+    def __init__(self) -> None:
+        self.queue: list[tuple[str, Any]] = []
+
+    def step(self) -> bool:
+        """Do the first thing in the queue, unless it waits for an event."""
+        if not self.queue:
+            return False
+        kind, what = self.queue[0]
+        if kind == "wait" and what.recorded and not what.done:
+            return False
+        self.queue.pop(0)
+        if kind == "run":
+            what()
+        elif kind == "record":
+            what.done = True
+        return True
+
+
+class LateDriver:
+    """As ``Driver`` demands.  "Device" memory is host memory; freed blocks are poisoned and given out again."""
+
+    def __init__(self) -> None:
+        self.side = LateStream()
+        self.main = LateStream()
+        self.now = self.main
+        self.others: list[LateStream] = []
+        self.capturing = False
+        self.moves = False  # whether the device gets on while it is looked at
+        self.registered: set[int] = set()
+        self.used: list[tuple[torch.Tensor, LateStream]] = []
+
+    def check_not_capturing(self) -> None:
+        if self.capturing:
+            raise LoaderError("capture")
+
+    def current(self) -> LateStream:
+        return self.now
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        tensor = torch.empty(tuple(shape), dtype=dtype)
+        tensor.view(torch.uint8).fill_(0xEE)
+        return tensor
+
+    def pinned(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8)
+
+    def event(self, *, timed: bool = False) -> LateEvent:
+        return LateEvent()
+
+    def record(self, event: LateEvent, stream: LateStream) -> None:
+        event.done, event.recorded = False, True
+        stream.queue.append(("record", event))
+
+    def wait(self, stream: LateStream, event: LateEvent) -> None:
+        stream.queue.append(("wait", event))
+
+    def run(self, stream: LateStream, work: Callable[[], None]) -> None:
+        stream.queue.append(("run", work))
+
+    def completed(self, event: LateEvent) -> bool:
+        if self.moves:
+            self.progress()
+        return event.done
+
+    def synchronize(self, event: LateEvent) -> None:
+        while not event.done:
+            assert self.progress(), "a deadlock"
+
+    def milliseconds(self, first: LateEvent, last: LateEvent) -> float:
+        return 1.0
+
+    def used_on(self, tensor: torch.Tensor, stream: LateStream) -> None:
+        self.used.append((tensor, stream))
+
+    def generator(self, seed: int) -> torch.Generator:
+        generator = torch.Generator()
+        return generator.manual_seed(seed)
+
+    def register(self, memory: np.ndarray[Any, Any]) -> None:
+        assert memory.ctypes.data not in self.registered, "registered twice"
+        self.registered.add(memory.ctypes.data)
+
+    def unregister(self, memory: np.ndarray[Any, Any]) -> None:
+        self.registered.remove(memory.ctypes.data)
+
+    def progress(self) -> bool:
+        """Let the device do one thing."""
+        return any(stream.step() for stream in (self.side, self.main, *self.others))
+
+    def drain(self) -> None:
+        while self.progress():
+            pass
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateDriver]:
+    driver = LateDriver()
+    monkeypatch.setattr(delivery_module, "CudaDriver", lambda device: driver)
+    yield driver
+    assert not driver.registered, "the ring was unmapped before it was unregistered"
+
+
+@pytest.mark.parametrize("settings", [PACKED, {**PACKED, "trainer": "speculators-0.4"}, PADDED, RAW])
+def test_batches_are_those_of_the_cpu(dataset: Dataset, driver: LateDriver, settings: dict[str, Any]) -> None:
+    with DataLoader(dataset, device="cuda", **settings) as loader:
+        for epoch in range(2):
+            plan = loader.batch_sampler._generate_batches(epoch)
+            for batch, samples in zip(loader, plan, strict=True):
+                # The small casts in finish() run on the current stream, which waits: here they must be made to.
+                driver.drain()
+                assert_same(big_tensors(batch), big_tensors(reference(dataset, samples, settings)))
+
+
+def big_tensors(batch: Any) -> Any:
+    """The tensors that are the transfer's own memory."""
+    if isinstance(batch, list):
+        return [big_tensors(part) for part in batch]
+    return {k: v for k, v in batch.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
+
+
+def test_a_slot_is_not_reused_before_its_copy_ran(dataset: Dataset, driver: LateDriver) -> None:
+    """The device runs as late as it can: a slot given back early would be overwritten by the feeder."""
+    random.seed(0)
+    with DataLoader(dataset, device="cuda", **{**PACKED, "max_tokens": 120}) as loader:
+        held = []
+        for epoch in range(6):
+            plan = loader.batch_sampler._generate_batches(epoch)
+            batches = iter(loader)
+            for samples in plan:
+                held.append((next(batches), samples))
+                client = loader._connection.client  # type: ignore[union-attr]
+                while client.free == 0 and driver.side.queue:
+                    driver.progress()  # else the next batch could not come: the device must do something
+                for _ in range(random.randrange(4)):
+                    driver.progress()
+        driver.drain()
+        for batch, samples in held:
+            expected = reference(dataset, samples, {**PACKED, "max_tokens": 120})
+            assert_same(big_tensors(batch), big_tensors(expected))
+
+
+def test_one_batch_ahead_and_slots_come_back(dataset: Dataset, driver: LateDriver) -> None:
+    with DataLoader(dataset, device="cuda", **PACKED) as loader:
+        batches = iter(loader)
+        batch = next(batches)
+        connection = loader._connection
+        assert connection is not None
+        transfers = connection.delivery._transfers  # type: ignore[attr-defined]
+        assert 1 <= transfers.moving <= 2
+        assert 1 <= connection.client.held <= 2
+        driver.drain()
+        del batch
+        next(batches)
+        assert transfers.moving <= 2
+        assert connection.client.stats()["batches_requested"] >= 3
+        assert loader.stats()["transfer_seconds"] > 0
+        driver.drain()
+
+
+def test_a_batch_that_is_dropped_unseen_keeps_its_slot(dataset: Dataset, driver: LateDriver) -> None:
+    with DataLoader(dataset, device="cuda", **PACKED) as loader:
+        for _ in loader:
+            break  # one more is under way
+        gc.collect()
+        client = loader._connection.client  # type: ignore[union-attr]
+        assert client.held == 2
+        driver.moves = True
+        for _ in range(4):
+            for _ in loader:
+                break  # the slots are all under way, and must come back while the next batch waits for one
+        driver.drain()
+        plan = loader.batch_sampler._generate_batches(5)
+        got = []
+        for batch in loader:
+            driver.drain()
+            got.append(clone(batch))
+        for batch, samples in zip(got, plan, strict=True):
+            assert_same(big_tensors(batch), big_tensors(reference(dataset, samples, PACKED)))
+
+
+def test_another_stream_at_hand_out_is_told_to_the_allocator(dataset: Dataset, driver: LateDriver) -> None:
+    with DataLoader(dataset, device="cuda", **PACKED) as loader:
+        batches = iter(loader)
+        next(batches)
+        assert not driver.used
+        driver.drain()
+        connection = loader._connection
+        assert connection is not None
+        ahead = bool(connection.delivery._ahead)  # type: ignore[attr-defined]
+        driver.now = LateStream()
+        driver.others.append(driver.now)
+        next(batches)
+        assert bool(driver.used) == ahead
+        assert all(stream is driver.now for _, stream in driver.used)
+        driver.drain()
+
+
+def test_graph_capture_is_refused_and_costs_nothing(dataset: Dataset, driver: LateDriver) -> None:
+    with DataLoader(dataset, device="cuda", **PACKED) as loader:
+        plan = loader.batch_sampler._generate_batches(0)
+        batches = iter(loader)
+        driver.capturing = True
+        with pytest.raises(LoaderError):
+            next(batches)
+        driver.capturing = False
+        got = []
+        for batch in batches:
+            driver.drain()
+            got.append(clone(batch))
+        assert len(got) == len(plan)
+
+
+def test_noise_is_that_of_its_batch(dataset: Dataset, driver: LateDriver) -> None:
+    settings = {**PACKED, "noise": UniformNoise(0.05)}
+    with DataLoader(dataset, **settings) as loader:
+        wanted = [big_tensors(clone(batch)) for batch in loader]
+    with DataLoader(dataset, device="cuda", **settings) as loader:
+        for batch, theirs in zip(loader, wanted, strict=True):
+            driver.drain()
+            assert_same(big_tensors(batch), theirs)
+
+
+def test_a_loader_that_is_only_collected_unregisters_first(dataset: Dataset, driver: LateDriver) -> None:
+    loader = DataLoader(dataset, device="cuda", **PACKED)
+    next(iter(loader))
+    assert driver.registered
+    driver.drain()  # this driver's queue keeps the transfers alive, a device does not
+    del loader
+    gc.collect()
+    assert not driver.registered
