@@ -105,7 +105,9 @@ class Situation:
         share += trainer.share(Wait.POLL) if waits_for(trainer, self.workers) else 0.0
         if trainer.pin_waits:
             share += trainer.share(Wait.LOCK, Wait.TIMED_LOCK)
-        return min(1.0, share)
+        # Looks that caught it wanting a core and not having one say nothing about data.
+        starved = max(0.0, trainer.share(Wait.RUNNING) - trainer.cpu)
+        return min(1.0, share / max(1.0 - starved, 0.05))
 
 
 _READS = 1e6  # bytes a second from which a process counts as reading
@@ -417,9 +419,9 @@ def _disk_part(s: Situation, active: Sequence[ProcessReport], from_disk: float, 
     """Whether a disk or server is the limit, and the words for it."""
     files = [p.file for p in active if p.file is not None]
     remote = [f for f in files if f.remote]
+    waiting = sum(p.share(*STORAGE_WAITS) for p in active) / len(active)
     if remote:
         place = file_system_text(remote[0].file_system, remote[0].server)
-        waiting = sum(p.share(*STORAGE_WAITS) for p in active) / len(active)
         return waiting >= 0.5, f"{place} answers at {rate_text(from_disk or rate)}"
     disks = {name for f in files if (name := s.disk_of.get(f.device)) and name in s.host.disks}
     if not disks:
@@ -428,7 +430,12 @@ def _disk_part(s: Situation, active: Sequence[ProcessReport], from_disk: float, 
     busy, disk_rate = s.host.disks[name]
     if from_disk < 0.05 * rate and busy < 0.5:
         return False, f"nearly all of it comes from the page cache, not from disk {name}"
-    return busy >= 0.8, f"disk {name} is {share_text(busy)} busy and delivers {rate_text(disk_rate)}"
+    text = f"disk {name} is {share_text(busy)} busy and delivers {rate_text(disk_rate)}"
+    if waiting >= 0.7 and busy < 0.5 and from_disk >= 0.3 * rate:
+        # Waiting for a disk that is not busy: something in front of it holds the reads back.
+        limit = "though reads waited for it {} of the time: a bandwidth limit of the volume or the cgroup"
+        return True, f"{text}, {limit.format(share_text(waiting))}"
+    return busy >= 0.8 or (waiting >= 0.7 and from_disk >= 0.3 * rate), text
 
 
 def _worker_cpu(s: Situation, busy: Sequence[ProcessReport]) -> Verdict:

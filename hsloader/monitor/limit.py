@@ -28,11 +28,21 @@ class Limit(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LimitVerdict:
-    """The limit, one sentence with the number that proves it, and the one action that would help most."""
+    """The limit, the number that proves it, and the one action that would help most.
+
+    ``wait`` says how much the trainer waited, where that is part of the proof; ``sentence`` is all of it.
+    """
 
     limit: Limit
-    sentence: str
+    proof: str = ""
     advice: str = ""
+    wait: str = ""
+
+    @property
+    def sentence(self) -> str:
+        """``disk-bound: the trainer waited for data 62 % of the time; 4 read threads ...``."""
+        parts = [part for part in (self.wait, self.proof) if part]
+        return f"{self.limit}: {'; '.join(parts)}"
 
 
 _NO_WAIT = 0.05  # share of the time inside next() up to which the trainer is the limit
@@ -57,11 +67,11 @@ def _starting(i: Interval) -> LimitVerdict | None:
     if now[TrainerCounter.RECEIVED] or now[FeederCounter.FILLED]:
         return None
     if not now[FeederCounter.READY_AT]:
-        return LimitVerdict(Limit.STARTING, "starting: the feeder is not there yet")
+        return LimitVerdict(Limit.STARTING, "the feeder is not there yet")
     since = (now.at - now[TrainerCounter.STARTED_AT]) / 1e9
     if since > _START:
         return None
-    return LimitVerdict(Limit.STARTING, f"starting: the first batch is being read, {time_text(since)} so far")
+    return LimitVerdict(Limit.STARTING, f"the first batch is being read, {time_text(since)} so far")
 
 
 def _stuck(i: Interval) -> LimitVerdict | None:
@@ -71,7 +81,7 @@ def _stuck(i: Interval) -> LimitVerdict | None:
         return None
     return LimitVerdict(
         Limit.FEEDER,
-        f"feeder-stuck: the feeder (pid {now[FeederCounter.PID]}) has not looked at its requests for "
+        f"the feeder (pid {now[FeederCounter.PID]}) has not looked at its requests for "
         f"{time_text(silent)}: it is stopped, starved of CPU, or hangs",
         f"look at it: hsloader doctor {now[FeederCounter.PID]}",
     )
@@ -85,7 +95,7 @@ def _quiet(i: Interval) -> LimitVerdict | None:
         return None
     return LimitVerdict(
         Limit.TRAINER,
-        f"trainer-bound: the trainer has not asked for a batch for {time_text(quiet)}; "
+        f"the trainer has not asked for a batch for {time_text(quiet)}; "
         f"{now.ready} {'is' if now.ready == 1 else 'are'} ready",
     )
 
@@ -97,12 +107,16 @@ def _waiting(now: Snapshot) -> bool:
 def _trainer(i: Interval) -> LimitVerdict | None:
     if i.data_wait > _NO_WAIT or (_waiting(i.after) and not i.after.ready):
         return None
+    ready = i.after.ready
     return LimitVerdict(
         Limit.TRAINER,
-        f"trainer-bound: it waited for data {share_text(i.data_wait)} of the time; "
-        f"{i.after.ready} of {plural(i.after.slots, 'batch', 'batches')} in the ring "
-        f"{'is' if i.after.ready == 1 else 'are'} ready",
+        f"{ready} of {plural(i.after.slots, 'batch', 'batches')} in the ring {'is' if ready == 1 else 'are'} ready",
+        wait=_wait(i),
     )
+
+
+def _wait(i: Interval) -> str:
+    return f"the trainer waited for data {share_text(i.data_wait)} of the time"
 
 
 def _transfer(i: Interval) -> LimitVerdict | None:
@@ -112,7 +126,7 @@ def _transfer(i: Interval) -> LimitVerdict | None:
     rate = i.gained(TrainerCounter.TRANSFER_BYTES) / max(i.gained(TrainerCounter.TRANSFER_NS) / 1e9, 1e-9)
     return LimitVerdict(
         Limit.TRANSFER,
-        f"transfer-bound: copies to the GPU took {share_text(share)} of the time, at {rate_text(rate)} while they ran; "
+        f"copies to the GPU took {share_text(share)} of the time, at {rate_text(rate)} while they ran; "
         f"{i.after.ready} of {i.after.slots} batches are ready",
         "look at the PCIe link (nvidia-smi -q -d PCIE) and at the NUMA node of the process; hidden_states_dtype and "
         "max_length decide how much is copied",
@@ -121,16 +135,17 @@ def _transfer(i: Interval) -> LimitVerdict | None:
 
 def _ring(i: Interval) -> LimitVerdict | None:
     now = i.after
-    idle = i.busy(ThreadCounter.READ_NS, ThreadCounter.INDEX_NS, threads=FeederCounter.READERS) < 0.2
     working = any(row[ThreadCounter.TID] and row.stage is not Stage.IDLE for row in now.threads)
-    if now.reading or now.ready or working or not idle or not _waiting(now):
+    if now.reading or now.ready or working or not _waiting(now):
+        return None
+    if now[TrainerCounter.SLOTS_BUSY] < now.slots:
         return None
     return LimitVerdict(
         Limit.RING,
-        f"ring-bound: the feeder has nothing to do, as all {now.slots} slots hold batches that the script keeps; "
-        f"next() waited {share_text(i.data_wait)} of the time",
+        f"the feeder has nothing to do, as all {now.slots} slots hold batches that the script keeps",
         "drop references to old batches, or raise ReadOptions(prefetch=...) above "
         f"{now.slots * now.slot_bytes:,} bytes",
+        wait=_wait(i),
     )
 
 
@@ -147,7 +162,7 @@ def _reading(i: Interval) -> LimitVerdict:
     rate = rate_text(i.worked(ThreadCounter.READ_BYTES) / i.seconds)
     decoded = rate_text(i.worked(ThreadCounter.DECODED_BYTES) / i.seconds)
     proof = (
-        f"the trainer waited for data {share_text(i.data_wait)} of the time; {plural(readers, 'read thread')} "
+        f"{plural(readers, 'read thread')} "
         f"spent {share_text(read)} of it in reads ({rate}), {plural(decoders, 'decode thread')} "
         f"{share_text(decode)} in decoding ({decoded})"
     )
@@ -158,28 +173,31 @@ def _reading(i: Interval) -> LimitVerdict:
     if decode >= read or blocked > 0.3:
         return LimitVerdict(
             Limit.DECODE,
-            f"decode-bound: {proof}",
+            proof,
             f"ReadOptions(threads={2 * max(1, decoders)}) if cores are free, else give the process more cores",
+            wait=_wait(i),
         )
     mode = now.info.get("mode", "")
     more = f"ReadOptions(io_threads={2 * max(1, readers)})" if mode != "direct" else "faster storage"
     return LimitVerdict(
         Limit.DISK,
-        f"disk-bound: {proof}",
+        proof,
         f"hsloader bench tells whether the disk gives more; try {more}, or move the dataset to a faster disk",
+        wait=_wait(i),
     )
 
 
 def _latency(i: Interval, proof: str) -> LimitVerdict:
     """Nobody is busy and yet the trainer waits: for the feeder's start, or for one request at a time."""
     now = i.after
-    if now[FeederCounter.READY_AT] > i.before.at:
+    if now[FeederCounter.READY_AT] > (i.before.at + now.at) // 2:
         took = (now[FeederCounter.READY_AT] - now[FeederCounter.STARTED_AT]) / 1e9
-        return LimitVerdict(Limit.STARTING, f"starting: the feeder came up in this time, it took {time_text(took)}")
+        return LimitVerdict(Limit.STARTING, f"the feeder came up in this time, it took {time_text(took)}")
     return LimitVerdict(
         Limit.LATENCY,
-        f"latency-bound: {proof}",
+        proof,
         f"raise ReadOptions(prefetch=...) above {now.slots * now.slot_bytes:,} bytes, so that more is read at once",
+        wait=_wait(i),
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hsloader.monitor.counters import ThreadCounter, TrainerCounter, wait_quantile
 from hsloader.monitor.header import Snapshot
-from hsloader.monitor.limit import limit_of
+from hsloader.monitor.limit import Limit, LimitVerdict, limit_of
 from hsloader.monitor.stats import Interval
 from hsloader.monitor.words import plural, rate_text, share_text, size_text, time_text
 
@@ -49,10 +49,16 @@ def first_batch_text(seconds: float, now: Snapshot) -> str:
     )
 
 
-def heartbeat_text(before: Snapshot, now: Snapshot, slowest: tuple[int, float, int] | None = None) -> str:
+def heartbeat_text(
+    before: Snapshot,
+    now: Snapshot,
+    verdict: LimitVerdict,
+    *,
+    slowest: tuple[int, float, int] | None = None,
+    advise: bool = True,
+) -> str:
     """The line that comes every so often: where the epoch is, how fast, and what the limit is."""
     interval = Interval(before, now)
-    verdict = limit_of(before, now)
     parts = [
         _place(now),
         f"{interval.rate(TrainerCounter.TOKENS):,.0f} tokens/s",
@@ -63,10 +69,12 @@ def heartbeat_text(before: Snapshot, now: Snapshot, slowest: tuple[int, float, i
     ]
     if interval.eta is not None:
         parts.append(f"{time_text(interval.eta)} left")
-    text = f"{', '.join(parts)}; {verdict.sentence}"
+    text = f"{', '.join(parts)}; {verdict.limit}"
+    if verdict.proof and not (verdict.limit is Limit.TRAINER and verdict.wait):  # the ring is in the line already
+        text += f": {verdict.proof}"
     if slowest is not None and slowest[2] > 1:
         text += f"; of {slowest[2]} ranks here rank {slowest[0]} waits most: {share_text(slowest[1])}"
-    return f"{text} (try: {verdict.advice})" if verdict.advice else text
+    return f"{text} (try: {verdict.advice})" if verdict.advice and advise else text
 
 
 def _place(now: Snapshot) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from hsloader.monitor.counters import TrainerCounter
 from hsloader.monitor.header import Snapshot
+from hsloader.monitor.limit import Limit, limit_of
 from hsloader.monitor.lines import Opening, epoch_text, first_batch_text, heartbeat_text, opening_text
 from hsloader.monitor.neighbours import Siblings, job_name
 from hsloader.monitor.stall import StallReport
@@ -44,6 +45,7 @@ class Reporter:
         self._windows: list[Snapshot] = []
         self._siblings = Siblings(job_name(), rank) if world > 1 and self._speaks else None
         self._stall: StallReport | None = None
+        self._limit: Limit | None = None
 
     def opened(self, opening: Opening) -> None:
         """The loader is there; reading begins."""
@@ -107,5 +109,8 @@ class Reporter:
         self._due = time.monotonic() + self._log_every
         slowest = self._siblings.slowest() if self._siblings is not None else None
         if self._beat is not None:
-            say(heartbeat_text(self._beat, now, slowest))
+            verdict = limit_of(self._beat, now)
+            # Advice is worth a line once, not every half minute.
+            say(heartbeat_text(self._beat, now, verdict, slowest=slowest, advise=verdict.limit is not self._limit))
+            self._limit = verdict.limit
         self._beat = now

@@ -27,7 +27,9 @@ def rate_text(bytes_per_second: float) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """A span of time: ``0.31 s``, ``95 s``, ``12 min 5 s``, ``3 h 20 min``."""
+    """A span of time: ``1.9 ms``, ``0.31 s``, ``95 s``, ``12 min 5 s``, ``3 h 20 min``."""
+    if seconds < 0.0995:
+        return f"{1000 * seconds:.2g} ms"
     if seconds < 1:
         return f"{seconds:.2f} s"
     if seconds < 10:

@@ -145,6 +145,12 @@ def test_busy_workers_that_read_from_memory_are_limited_by_their_cpu() -> None:
     assert "4 workers used 3.9 cores" in found.sentence
 
 
+def test_trainer_that_wants_a_core_does_not_compute() -> None:
+    # As on a machine with twice as many busy threads as cores.
+    trainer = _trainer(Wait.POLL, cpu=0.1, waits={Wait.RUNNING: 0.6, Wait.POLL: 0.4})
+    assert judge(_situation(trainer, *_readers(2, 100e6))).kind is Kind.READING
+
+
 def test_readers_ahead_of_a_trainer_that_does_not_wait() -> None:
     trainer = _trainer(Wait.RUNNING, cpu=1.0, waits={Wait.RUNNING: 0.95, Wait.POLL: 0.05})
     assert judge(_situation(trainer, *_readers(2, 100e6))).kind is Kind.TRAINER
