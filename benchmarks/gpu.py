@@ -1,0 +1,353 @@
+"""How fast batches reach a GPU from a warm page cache, and how little that disturbs the training step.
+
+    python benchmarks/gpu.py [--out FOLDER] [--data FOLDER] [--gigabytes 8]
+
+Writes ``gpu.json`` into FOLDER (default: $OUT, else the working folder) and prints a line a figure:
+
+* throughput: decoded bytes a second into GPU memory, against torch.load in the best stock setting, and against the
+  limits measured in the same run: decoding on all cores and copying pinned memory;
+* launch: a step of 600 small kernels, alone and while the loader delivers about 2 GB/s;
+* compute: a step of 50 ms of matrix products that needs 100 MB, alone and with the loader, and its wait for data;
+* first_batch: seconds from the construction of a loader with 1 GiB of budget to the first batch on the GPU;
+* memory: growth over an epoch beyond the state after the first batch.
+
+About 4 minutes on 16 cores.  ``--device cpu`` with small sizes only tries the script itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from loader_data import Samples, anonymous_bytes, machine, state_bytes, stock_loader, warm_caches
+
+import hsloader
+from hsloader.benchmark.decoding import frames_of, measure_decoding
+from hsloader.benchmark.timing import Deadline
+
+_KERNELS = 600
+_PREFETCH = 2 << 30
+
+
+class Bench:
+    """The settings, the data, and the results so far."""
+
+    def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
+        self.device = torch.device(arguments.device)
+        self.hidden, self.tokens = arguments.hidden, arguments.tokens
+        self.seconds = arguments.seconds
+        self.rounds = arguments.rounds
+        self.cores = len(os.sched_getaffinity(0))
+        self.dataset = folder / "data.hs"
+        self.files = folder / "files"
+        samples = Samples(self.hidden, self.tokens)
+        self.count = max(8, int(arguments.gigabytes * 1e9) // samples.bytes)
+        self.sample_bytes = samples.bytes
+        self.results: dict[str, Any] = {"machine": machine(), "settings": vars(arguments) | {"samples": self.count}}
+        begun = time.perf_counter()
+        samples.write_dataset(self.dataset, self.count, self.cores)
+        self.paths = samples.write_files(self.files, min(self.count, max(4, self.count // 4)))
+        warm_caches(folder)
+        self.say("setup", {"seconds": time.perf_counter() - begun})
+
+    def say(self, name: str, figures: dict[str, Any]) -> None:
+        """Note figures and print them."""
+        self.results[name] = figures
+        text = ", ".join(f"{key} {_text(value)}" for key, value in figures.items())
+        print(f"{name:12} {text}", flush=True)
+
+    def sync(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def loader(self, max_tokens: int, **settings: Any) -> hsloader.DataLoader:
+        return hsloader.DataLoader(
+            self.dataset,
+            trainer="speculators-0.9",
+            max_tokens=max_tokens,
+            max_length=min(max_tokens, self.tokens),
+            device=self.device,
+            log_every=0,
+            **{"read": hsloader.ReadOptions(prefetch=_PREFETCH), **settings},
+        )
+
+    def endless(self, loader: hsloader.DataLoader) -> Iterator[Any]:
+        while True:
+            yield from loader
+
+    def tokens_of(self, size: float) -> int:
+        """Tokens whose states take ``size`` bytes."""
+        return max(16, int(size / (self.sample_bytes / self.tokens)))
+
+
+def _text(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def throughput(bench: Bench) -> None:
+    """Batches of two samples as fast as they come, a barrier after each; and the stock ways."""
+    with bench.loader(2 * bench.tokens) as loader:
+        batches = bench.endless(loader)
+        for _ in range(3):
+            next(batches)
+        bench.sync()
+        moved, begun = 0, time.perf_counter()
+        while time.perf_counter() - begun < bench.seconds:
+            batch = next(batches)
+            moved += state_bytes(batch)
+            bench.sync()
+        rate = moved / (time.perf_counter() - begun)
+        stats = loader.stats()
+    stock = {}
+    for workers, use_mmap in ((0, False), (0, True), (2, True), (4, False), (4, True)):
+        name = f"{workers} workers{', mmap' if use_mmap else ''}"
+        stock[name] = _stock_rate(bench, workers, use_mmap)
+        gc.collect()
+    best = max(stock, key=lambda name: stock[name])
+    bench.say(
+        "throughput",
+        {
+            "hsloader_gb_s": rate / 1e9,
+            "best_stock_gb_s": stock[best] / 1e9,
+            "best_stock": best,
+            "times_stock": rate / stock[best],
+            "limit_decode_gb_s": _decode_limit(bench) / 1e9,
+            "limit_copy_gb_s": _copy_limit(bench) / 1e9,
+            "read_bytes": stats["read_bytes"],
+        },
+    )
+    bench.results["stock_gb_s"] = {name: value / 1e9 for name, value in stock.items()}
+
+
+def _stock_rate(bench: Bench, workers: int, use_mmap: bool) -> float:
+    loader = stock_loader(
+        bench.paths, workers=workers, use_mmap=use_mmap, tokens=bench.tokens, pin=bench.device.type == "cuda"
+    )
+    moved, begun, count = 0, 0.0, 0
+    end = time.perf_counter() + 3 * bench.seconds
+    while not begun or time.perf_counter() - begun < bench.seconds:
+        for batch in loader:
+            for value in batch.values():
+                value.to(bench.device, non_blocking=True)
+            bench.sync()
+            count += 1
+            if begun:
+                moved += state_bytes(batch)
+            elif count >= max(2, workers):  # the start of the workers is not counted
+                begun = time.perf_counter()
+            if begun and time.perf_counter() - begun >= bench.seconds:
+                break
+        if time.perf_counter() > end:
+            break
+    return moved / max(time.perf_counter() - begun, 1e-9) if begun else 0.0
+
+
+def _decode_limit(bench: Bench) -> float:
+    """Bytes a second that all cores decode when nothing else is to be done."""
+    with hsloader.open_dataset(bench.dataset) as dataset:
+        frames = frames_of(dataset, 1 << 30)
+    if frames is None:
+        return float("nan")
+    (found,) = measure_decoding(frames, [bench.cores], Deadline(bench.seconds), seconds=bench.seconds / 2)
+    return found.rate
+
+
+def _copy_limit(bench: Bench) -> float:
+    """Bytes a second of a copy of pinned memory to the device."""
+    size = min(512 << 20, max(1 << 20, 2 * bench.sample_bytes))
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=bench.device.type == "cuda")
+    target = torch.empty(size, dtype=torch.uint8, device=bench.device)
+    target.copy_(host)
+    bench.sync()
+    begun = time.perf_counter()
+    for _ in range(10):
+        target.copy_(host, non_blocking=True)
+    bench.sync()
+    return 10 * size / (time.perf_counter() - begun)
+
+
+def _steps(bench: Bench, step: Callable[[], None], count: int, batches: Iterator[Any] | None) -> float:
+    """Seconds a step, with a batch before each if there are batches."""
+    bench.sync()
+    begun = time.perf_counter()
+    for _ in range(count):
+        if batches is not None:
+            batch = next(batches)
+            batch["loss_mask"][0, 0]  # the script touches it, and waits for nothing
+        step()
+    bench.sync()
+    return (time.perf_counter() - begun) / count
+
+
+def _compare(bench: Bench, name: str, step: Callable[[], None], batch_bytes: float) -> None:
+    """A step alone and with the loader, in turns, so that clocks and neighbours meet both alike."""
+    for _ in range(5):
+        step()
+    single = _steps(bench, step, 10, None)
+    count = max(10, int(bench.seconds / single))
+    alone, fed, pauses = [], [], []
+    with bench.loader(bench.tokens_of(batch_bytes)) as loader:
+        batches = bench.endless(loader)
+        _steps(bench, step, 10, batches)
+        for _ in range(bench.rounds):
+            alone.append(_steps(bench, step, count, None))
+            before, at = loader.stats(), time.perf_counter()
+            fed.append(_steps(bench, step, count, batches))
+            after, spent = loader.stats(), time.perf_counter() - at
+            pauses.append((after["data_wait_seconds"] - before["data_wait_seconds"]) / spent)
+            bench.results[f"{name}_inside_next_share"] = pauses
+            bench.results[f"{name}_rate_gb_s"] = (after["batches"] - before["batches"]) * batch_bytes / spent / 1e9
+        waits = _waits(bench, step, batches, loader, count)
+    bench.say(
+        name,
+        {
+            "alone_ms": statistics.median(alone) * 1e3,
+            "with_loader_ms": statistics.median(fed) * 1e3,
+            "slowdown": statistics.median(f / a for f, a in zip(fed, alone, strict=True)),
+            "gb_s": batch_bytes / statistics.median(fed) / 1e9,
+            "inside_next_share": statistics.median(pauses),
+            "waiting_for_data_share": waits,
+        },
+    )
+
+
+def _waits(
+    bench: Bench, step: Callable[[], None], batches: Iterator[Any], loader: hsloader.DataLoader, count: int
+) -> float:
+    """Share of the time that next() waited for a batch that was not there yet."""
+    client = loader._connection.client  # type: ignore[union-attr]
+    before, at = client.stats()["wait_seconds"], time.perf_counter()
+    _steps(bench, step, count, batches)
+    return (client.stats()["wait_seconds"] - before) / (time.perf_counter() - at)
+
+
+def launch(bench: Bench) -> None:
+    """600 small kernels: the step is as fast as Python launches them."""
+    values = torch.zeros(1024, device=bench.device)
+
+    def step() -> None:
+        for _ in range(_KERNELS):
+            values.add_(1.0)
+
+    target = _padded_to(bench, step, 0.014)
+    _compare(bench, "launch", target, 2e9 * 0.014 if bench.device.type == "cuda" else bench.sample_bytes / 4)
+
+
+def _padded_to(bench: Bench, step: Callable[[], None], seconds: float) -> Callable[[], None]:
+    """The step with as much Python around its kernels as a real model has: about ``seconds`` in all."""
+    for _ in range(5):
+        step()
+    spent = _steps(bench, step, 20, None)
+    if bench.device.type != "cuda" or spent >= seconds:
+        return step
+    begun = time.perf_counter()
+    for _ in range(1_000_000):
+        pass
+    loops = int((seconds - spent) / _KERNELS / ((time.perf_counter() - begun) / 1_000_000))
+    values = torch.zeros(1024, device=bench.device)
+
+    def padded() -> None:
+        for _ in range(_KERNELS):
+            values.add_(1.0)
+            for _ in range(loops):
+                pass
+
+    return padded
+
+
+def compute(bench: Bench) -> None:
+    """50 ms of matrix products: the GPU is busy, the host waits."""
+    size = 8192 if bench.device.type == "cuda" else 128
+    left = torch.randn(size, size, device=bench.device, dtype=torch.bfloat16)
+    out = torch.empty_like(left)
+    torch.mm(left, left, out=out)
+    single = _steps(bench, lambda: torch.mm(left, left, out=out), 10, None)  # type: ignore[arg-type,return-value]
+    wanted = 0.05 if bench.device.type == "cuda" else 0.002
+    products = max(1, round(wanted / single))
+
+    def step() -> None:
+        for _ in range(products):
+            torch.mm(left, left, out=out)
+        bench.sync()  # as a loss.item() does
+
+    _compare(bench, "compute", step, 100e6 if bench.device.type == "cuda" else bench.sample_bytes / 2)
+
+
+def first_batch(bench: Bench) -> None:
+    """From construction to a batch on the device, five times; CUDA is initialised."""
+    spent = []
+    for _ in range(5):
+        gc.collect()
+        begun = time.perf_counter()
+        with bench.loader(bench.tokens, read=hsloader.ReadOptions(prefetch=1 << 30)) as loader:
+            next(iter(loader))
+            bench.sync()
+            spent.append(time.perf_counter() - begun)
+    bench.say("first_batch", {"median_s": statistics.median(spent), "worst_s": max(spent)})
+
+
+def memory(bench: Bench) -> None:
+    """RssAnon of trainer and feeder, file descriptors and threads, after the first batch and after an epoch."""
+    with bench.loader(2 * bench.tokens) as loader:
+        batches = iter(loader)
+        next(batches)
+        bench.sync()
+        client = loader._connection.client  # type: ignore[union-attr]
+        pids = [os.getpid(), client.pid]
+        before = anonymous_bytes(pids), _counts(pids)
+        for batch in batches:
+            del batch
+        bench.sync()
+        after = anonymous_bytes(pids), _counts(pids)
+    bench.say(
+        "memory",
+        {"anonymous_growth_mb": (after[0] - before[0]) / 1e6, "before": before[1], "after": after[1]},
+    )
+
+
+def _counts(pids: list[int | None]) -> dict[str, int]:
+    known = [pid for pid in pids if pid is not None]
+    return {
+        "descriptors": sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in known),
+        "threads": sum(len(os.listdir(f"/proc/{pid}/task")) for pid in known),
+    }
+
+
+def main() -> None:
+    """Run what was asked for and write the results, also of a part that failed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--out", default=os.environ.get("OUT", "."), help="folder for gpu.json")
+    parser.add_argument(
+        "--data", default=None, help="folder for the data, removed at the end (default: a temporary one)"
+    )
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--gigabytes", type=float, default=8.0, help="of decoded states")
+    parser.add_argument("--hidden", type=int, default=7168)
+    parser.add_argument("--tokens", type=int, default=2048, help="of a sample")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
+    parser.add_argument("--rounds", type=int, default=5, help="of each comparison")
+    parser.add_argument("--only", nargs="*", default=None, help="parts to run")
+    arguments = parser.parse_args()
+    parts = (first_batch, throughput, launch, compute, memory)
+    with tempfile.TemporaryDirectory(dir=arguments.data) as folder:
+        bench = Bench(arguments, Path(folder))
+        for part in parts:
+            if arguments.only and part.__name__ not in arguments.only:
+                continue
+            try:
+                part(bench)
+            finally:
+                (Path(arguments.out) / "gpu.json").write_text(json.dumps(bench.results, indent=2))
+
+
+if __name__ == "__main__":
+    main()
