@@ -32,6 +32,7 @@ class TemporaryDirectory:
         name = f"{os.getpid()}-{secrets.token_hex(6)}"
         self.path = scratch / name
         self._owner = scratch / f"{name}.owner"
+        self._process = os.getpid()
         self._owner_fd = flock_file(self._owner, _OWN_LOCK_TIMEOUT)
         try:
             self._note({})
@@ -47,7 +48,7 @@ class TemporaryDirectory:
 
     def close(self) -> None:
         """Delete what is left of the directory, and give up ownership."""
-        if self._owner_fd < 0:
+        if self._owner_fd < 0 or os.getpid() != self._process:  # a forked child owns nothing of its parent's
             return
         fd, self._owner_fd = self._owner_fd, -1
         shutil.rmtree(self.path, ignore_errors=True)

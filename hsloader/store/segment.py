@@ -86,8 +86,7 @@ class SegmentWriter:
 
     def begin(self, name: str, length: int) -> None:
         """Open the next sample: ``length`` tokens, named ``name`` (undecodable bytes as surrogate escapes)."""
-        if self._open is not None:
-            raise RuntimeError(f"sample {self._open[0]!r} is still open: commit it or roll it back first")
+        self._demand_settled()
         if length < 1:
             raise ValueError(f"sample {name!r} has {length} tokens; expected at least 1")
         encode_name(name)
@@ -154,8 +153,7 @@ class SegmentWriter:
         The entry's ``path`` is empty until the segment is placed. ``quarantine`` and ``source`` are kept in the
         segment's metadata.
         """
-        if self._open is not None:
-            raise RuntimeError(f"sample {self._open[0]!r} is still open: commit it or roll it back first")
+        self._demand_settled()
         if not self._names:
             raise ValueError(f"{self.directory}: a segment needs at least one sample")
         self._settle()
@@ -181,10 +179,8 @@ class SegmentWriter:
 
     def abort(self) -> None:
         """Close what is open; unsealed shards are deleted. Harmless after ``seal``."""
-        for state in self._states.values():
-            state.shards.abort()
-        for token in self._tokens.values():
-            token.shards.abort()
+        for array in (*self._states.values(), *self._tokens.values()):
+            array.shards.abort()
 
     def __enter__(self) -> SegmentWriter:
         return self
@@ -193,6 +189,10 @@ class SegmentWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.abort()
+
+    def _demand_settled(self) -> None:
+        if self._open is not None:
+            raise RuntimeError(f"sample {self._open[0]!r} is still open: commit it or roll it back first")
 
     def _settle(self) -> None:
         for state in self._states.values():

@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -119,6 +119,8 @@ class Writer:
         self._open: _OpenSegment | None = None
         self._sealed: list[_SealedSegment] = []
         self._keys: set[int] = set()
+        self._process = os.getpid()
+        self._interrupted = False
         self._closed = False
 
     def __enter__(self) -> Writer:
@@ -149,8 +151,10 @@ class Writer:
         values that JSON can hold.  bfloat16 and fp8 come as torch tensors, or as uint16 and uint8 bits of a declared
         field.  Raises ``ValueError`` or ``TypeError`` for a sample that does not fit, ``OSError`` for a full disk.
         """
-        if self._closed:
-            raise ValueError(f"{self.path}: the writer is closed")
+        with self._in_one_piece():
+            self._append(name, extras, fields)
+
+    def _append(self, name: str | None, extras: dict[str, Any] | None, fields: Mapping[str, Any]) -> None:
         values = {key: as_array_like(key, value) for key, value in fields.items()}
         fields_of_it = self._fields
         if fields_of_it is None:
@@ -173,6 +177,10 @@ class Writer:
 
     def publish(self) -> None:
         """Publish what was appended so far; a later exception does not take it back."""
+        with self._in_one_piece():
+            self._publish()
+
+    def _publish(self) -> None:
         self._seal()
         if not self._sealed:
             return
@@ -198,8 +206,10 @@ class Writer:
             self.abort()
 
     def abort(self) -> None:
-        """End without publishing what was not published yet."""
+        """End without publishing what was not published yet. In a forked child: leave all to the parent."""
         self._closed = True
+        if os.getpid() != self._process:
+            return
         self._encoders.close()
         if self._open is not None:
             opened, self._open = self._open, None
@@ -212,6 +222,32 @@ class Writer:
             sealed.resources.close()
             self._root.release_numbers(sealed.entry.number, 1, unused=True)
         self._sealed.clear()
+
+    @contextlib.contextmanager
+    def _in_one_piece(self) -> Iterator[None]:
+        """What Ctrl-C cut short cannot be continued: it may come between any two steps.
+
+        Whoever catches it and goes on must not find some of the samples published and others not.
+        """
+        if self._closed:
+            raise ValueError(f"{self.path}: the writer is closed")
+        if self._interrupted:
+            raise ValueError(
+                f"{self.path}: the writer was interrupted in the middle of an append or publish; what was not "
+                "published before is not going to be; write it again with another writer"
+            )
+        if os.getpid() != self._process:
+            raise ValueError(
+                f"{self.path}: the writer was opened by process {self._process} and cannot be used by its forked child "
+                f"{os.getpid()}; open another one with append=True there"
+            )
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException:
+            self._interrupted = True
+            raise
 
     def _segment(self, length: int) -> _OpenSegment:
         """The open segment; a new one if none is."""
@@ -230,8 +266,8 @@ class Writer:
         self, writer: SegmentWriter, name: str, length: int, sample: Mapping[str, Bits], extras: dict[str, Any] | None
     ) -> None:
         assert self._fields is not None
-        writer.begin(name, length)
         try:
+            writer.begin(name, length)
             for field in self._fields:
                 if not field.is_token_field:
                     rows = sample[field.name].reshape(length, field.width)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -174,3 +176,39 @@ def test_bf16_as_uint16_names_the_type_for_other_readers(tmp_path: Path) -> None
         entry = writer.seal()
     assert json.loads((tmp_path / "s/hidden_states/zarr.json").read_text())["data_type"] == "uint16"
     assert Segment(tmp_path / "s", entry).array("hidden_states").field.dtype == "bfloat16"
+
+
+def test_a_token_chunk_that_failed_is_written_once_when_the_next_sample_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = (Field(name="scores", dtype="float32", shape=(16,), codec="none"),)
+    layout = RowLayout(alignment=1, chunk_rows={"scores": 5_000})
+    bits = np.random.default_rng(8).standard_normal((12_000, 16), np.float32)
+
+    def write(path: Path, fails: bool) -> SegmentEntry:
+        with SegmentWriter(path, fields, layout) as writer:
+            writer.begin("a", 12_000)
+            writer.commit({"scores": bits})
+            if fails:
+                with monkeypatch.context() as patched:
+                    patched.setattr(os, "pwritev", _second_fails(os.pwritev))
+                    with pytest.raises(OSError, match="No space"):
+                        writer.begin("b", 1)
+            writer.begin("b", 1)
+            writer.commit({"scores": bits[:1]})
+            return writer.seal()
+
+    assert write(tmp_path / "failing", True) == write(tmp_path / "undisturbed", False)
+    assert tree(tmp_path / "failing") == tree(tmp_path / "undisturbed")
+
+
+def _second_fails(real: Any) -> Any:
+    calls: list[int] = []
+
+    def write(*arguments: Any) -> int:
+        calls.append(1)
+        if len(calls) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return int(real(*arguments))
+
+    return write

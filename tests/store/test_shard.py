@@ -276,6 +276,36 @@ def test_a_shard_that_cannot_be_sealed_is_aborted(tmp_path: Path, monkeypatch: p
     assert not (tmp_path / "c.0").exists()
 
 
+def test_a_seal_that_failed_for_lack_of_space_can_be_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, expected = ShardWriter(tmp_path / "c.0", 3), ShardWriter(tmp_path / "c.1", 3)
+    for target in (writer, expected):
+        target.append(frame(5_000, 1), 64)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwritev", _fails_after(5_020, os.pwritev))
+        with pytest.raises(OSError, match="No space"):
+            writer.seal()
+    assert writer.seal() == expected.seal()
+    assert (tmp_path / "c.0").read_bytes() == (tmp_path / "c.1").read_bytes()
+
+
+def test_after_a_failed_fsync_no_second_one_is_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(fd: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    writer = ShardWriter(tmp_path / "c.0", 1)
+    writer.append(frame(100))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", refuse)
+        with pytest.raises(OSError, match="Input/output"):
+            writer.seal()
+    with pytest.raises(OSError, match="Input/output") as caught:
+        writer.seal()
+    assert caught.value.filename == str(tmp_path / "c.0")
+    writer.abort()
+
+
 def test_the_crc_of_a_frame_is_its_last_four_bytes() -> None:
     assert frame_crc(frame(100)) == crc32c(frame(100)[:-4])
     assert frame_crc(np.frombuffer(frame(100), np.uint8)) == frame_crc(frame(100))

@@ -18,6 +18,7 @@ import pytest
 import hsloader
 from hsloader.errors import DatasetError, IncompatibleError
 from hsloader.store.publish import Root
+from hsloader.store.segment import SegmentWriter
 from tests.store.making import FIELDS, random_sample, tree, write_dataset
 
 
@@ -160,6 +161,61 @@ def test_names_that_another_writer_published_meanwhile_are_refused(tmp_path: Pat
     with pytest.raises(IncompatibleError, match="published 1 samples of the same names"):
         first.close()
     assert hsloader.verify(tmp_path / "d").ok
+
+
+@pytest.mark.parametrize("place", ["begin", "append", "commit", "seal"])
+def test_a_writer_that_was_interrupted_publishes_nothing_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    def write() -> None:
+        with hsloader.Writer(tmp_path / "d", FIELDS, norm_state="pre", segment_bytes=10_000) as writer:
+            writer.append(**_sample(), name="kept")
+            writer.publish()
+            writer.append(**_sample(), name="lost")
+            with monkeypatch.context() as patched:
+                patched.setattr(SegmentWriter, place, interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    writer.append(**_sample(20), name="cut short")
+            with pytest.raises(ValueError, match="interrupted in the middle"):
+                writer.append(**_sample())
+
+    with pytest.raises(ValueError, match="interrupted in the middle"):
+        write()
+    with hsloader.open_dataset(tmp_path / "d") as ds:
+        assert [ds.name(i) for i in range(len(ds))] == ["kept"]
+    assert list(Root(tmp_path / "d").scratch.iterdir()) == []
+
+
+def test_a_forked_child_neither_uses_nor_ends_its_parents_writer(tmp_path: Path) -> None:
+    with hsloader.Writer(tmp_path / "d") as writer:
+        writer.append(**_sample())
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                with writer:
+                    writer.append(**_sample())
+            except ValueError as error:
+                code = 7 if "forked child" in str(error) else 2
+            os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        writer.append(**_sample())
+    assert len(hsloader.open_dataset(tmp_path / "d")) == 2
+    assert hsloader.verify(tmp_path / "d").ok
+
+
+def test_the_working_directory_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with hsloader.Writer("d") as writer:
+        monkeypatch.chdir("/")
+        writer.append(**_sample())
+    monkeypatch.chdir(tmp_path)
+    with hsloader.open_dataset("d") as ds:
+        monkeypatch.chdir("/")
+        np.testing.assert_array_equal(ds.read(0, "input_ids"), _sample()["input_ids"])
 
 
 _WRITES = """
