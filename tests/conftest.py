@@ -2,7 +2,7 @@
 
 A test that leaves a thread, a child process, a file descriptor, or a file in the working or temporary folder fails,
 with the names of what it left. What libraries keep for the life of a process, and nobody can close, is named in
-``_LIBRARY_THREADS`` and ``_library_descriptor``.
+``_LIBRARY_THREADS``, ``_library_descriptor`` and ``_RESOURCE_TRACKER``.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ _GRACE_SECONDS = 3.0
 
 # Threads that a library starts once and keeps: zarr's event loop and its pool, fsspec's event loop.
 _LIBRARY_THREADS = re.compile(r"(zarr_io|zarr_pool_\d+|asyncio_\d+|fsspecIO|pytest_timeout.*)\Z")
+
+# multiprocessing's own child, which unlinks the semaphores of spawned workers and lives as long as the process.
+# Stopping it early would leave it to complain about semaphores that are collected later.
+_RESOURCE_TRACKER = "multiprocessing.resource_tracker"
 
 # Names the tests must not see: our own settings and a surrounding job's ranks.
 _FOREIGN_SETTINGS = re.compile(r"(HSLOADER_.*|RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|TORCHELASTIC_.*|SLURM_.*)\Z")
@@ -88,7 +92,9 @@ def _children() -> set[tuple[str, int]]:
     found = set()
     for child in psutil.Process().children(recursive=True):
         try:
-            found.add((" ".join(child.cmdline())[:200] or child.name(), child.pid))
+            command = " ".join(child.cmdline())[:200] or child.name()
+            if _RESOURCE_TRACKER not in command:
+                found.add((command, child.pid))
         except psutil.NoSuchProcess:
             continue
         except psutil.ZombieProcess:
@@ -98,12 +104,14 @@ def _children() -> set[tuple[str, int]]:
 
 def _descriptors() -> set[tuple[str, int]]:
     found = set()
+    tracker = getattr(sys.modules.get(_RESOURCE_TRACKER), "_resource_tracker", None)
+    kept = getattr(tracker, "_fd", None)
     for name in os.listdir("/proc/self/fd"):
         try:
             found.add((os.readlink(f"/proc/self/fd/{name}"), int(name)))
         except FileNotFoundError:
             continue  # the descriptor of the listing itself
-    return {entry for entry in found if not entry[0].startswith(f"/proc/{os.getpid()}/")}
+    return {entry for entry in found if entry[1] != kept and not entry[0].startswith(f"/proc/{os.getpid()}/")}
 
 
 def _files() -> set[tuple[str, int]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,8 +61,6 @@ def _end(stock: Any) -> None:
         stock._iterator = None
     for process in torch.multiprocessing.active_children():
         process.join(10)
-    if "multiprocessing.resource_tracker" in sys.modules:
-        sys.modules["multiprocessing.resource_tracker"]._resource_tracker._stop()  # type: ignore[attr-defined]
 
 
 def test_a_repeated_epoch_is_warned_about(path: Path, items: HiddenStateDataset, capfd: Any) -> None:
