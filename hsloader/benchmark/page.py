@@ -30,14 +30,14 @@ h1 { font-size: 22px; margin: 0 0 2px } h2 { font-size: 16px; margin: 0 0 10px }
 .dim { color: #64748b; overflow-wrap: anywhere } .card { background: #fff; border: 1px solid #e2e8f0;
 border-radius: 10px; padding: 18px 20px; margin-top: 16px }
 .verdict { border-left: 5px solid #2563eb; font-size: 17px }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; margin-top: 16px }
-.tile { background: #fff; border: 1px solid #e2e8f0; border-radius: 10px; padding: 12px 16px }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(112px, 1fr)); gap: 12px; margin-top: 16px }
+.tile { background: #fff; border: 1px solid #e2e8f0; border-radius: 10px; padding: 12px 14px }
 .tile b { display: block; font-size: 24px; line-height: 1.25; font-variant-numeric: tabular-nums }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(460px, 1fr)); gap: 16px; margin-top: 16px }
 .plots .card { margin: 0 } img { width: 100%; height: auto; display: block }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums } th { text-align: left;
 font-weight: 500; color: #64748b; border-bottom: 1px solid #e2e8f0; padding: 4px 10px 4px 0 }
-th:first-child { width: 46% }
+th:first-child { width: 54% }
 td { padding: 4px 10px 4px 0; border-bottom: 1px solid #f1f5f9 } td.n, th.n { text-align: right }
 pre { background: #0f172a; color: #e2e8f0; border-radius: 8px; padding: 12px 14px; overflow-x: auto; margin: 8px 0 0 }
 ul { margin: 0; padding-left: 20px }
@@ -159,7 +159,8 @@ def _draw_limits(report: BenchReport, axes: Any) -> None:
     )
     for place, (_, value, _) in enumerate(rows):
         end = (min(value, most) / 1e9, place)
-        axes.annotate(rate(value), end, (4, 0), textcoords="offset points", va="center", bbox=_UNDERLAY, zorder=3)
+        text = rate(value) if value <= most else f"{rate(value)} \u2192"
+        axes.annotate(text, end, (4, 0), textcoords="offset points", va="center", bbox=_UNDERLAY, zorder=3)
     if report.need is not None:
         axes.axvline(report.need.total / 1e9, color=_ORANGE, linestyle="--", linewidth=1.5)
         axes.annotate(
