@@ -73,6 +73,8 @@ class FeederCounter(IntEnum):
     QUEUED_DECODES = 11  # reads that are done and wait for a decoder
     DECODERS = 12  # decode threads
     READERS = 13  # read threads
+    HELPERS = 16  # to 19: process ids of the processes that decode beside the feeder, 0 where there is none
+    PARTS = 32  # to 63: TAKEN to QUEUED_DECODES of each engine by itself, eight an engine; above they are summed
 
 
 class Stage(IntEnum):
@@ -97,6 +99,7 @@ class ThreadCounter(IntEnum):
     SERIAL = 4  # the request it works for
     OFFSET = 5  # of the byte range in the shard file
     LENGTH = 6
+    PROCESS = 7  # the process it belongs to: the feeder or one of its helpers
     READS = 8  # byte ranges read
     READ_BYTES = 9  # bytes asked of the file system (through mmap they may come from the page cache)
     READ_NS = 10

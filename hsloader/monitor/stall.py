@@ -106,7 +106,7 @@ def _thread(now: Snapshot, row: ThreadRow) -> str:
     if row[ThreadCounter.LENGTH]:
         place = f" at {size_text(row[ThreadCounter.OFFSET])} ({size_text(row[ThreadCounter.LENGTH])})"
     text = f"{kind} thread {row[ThreadCounter.TID]}: {_VERBS.get(row.stage, row.stage.name.lower())} {row.path}{place}"
-    kernel = _kernel(now[FeederCounter.PID] or os.getpid(), row[ThreadCounter.TID])
+    kernel = _kernel(row[ThreadCounter.PROCESS], row[ThreadCounter.TID])
     return f"{text} for {since}{f'; {kernel}' if kernel else ''}"
 
 

@@ -40,6 +40,10 @@ _POPULATE_READ, _POPULATE_WRITE = 22, 23  # Linux 5.14
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
+# mincore only looks: microseconds, for which giving up the GIL and getting it back would cost more.
+_quick = ctypes.PyDLL(None)
+_quick.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+
 
 def populate_for_writing(memory: Bytes) -> None:
     """Give every page of ``memory`` (page-aligned) its place, faster than faults one by one would."""
@@ -49,7 +53,7 @@ def populate_for_writing(memory: Bytes) -> None:
 class OpenShard:
     """An open shard: the store's handle, and what the read mode needs (a map, or a second descriptor)."""
 
-    __slots__ = ("__weakref__", "address", "direct", "handle", "index", "large", "map", "path")
+    __slots__ = ("__weakref__", "address", "direct", "handle", "index", "large", "map", "path", "tells")
 
     def __init__(self, handle: ShardHandle, mode: str, large: bool) -> None:
         self.handle = handle
@@ -59,10 +63,14 @@ class OpenShard:
         self.map: Bytes | None = None
         self.address = 0
         self.direct = -1
+        self.tells = False  # whether the kernel says what of it is in memory
         if mode == "mmap":
             # Both the map and the array live until the last view of them is gone.
             self.map = np.frombuffer(mmap.mmap(handle.fd, handle.size, prot=mmap.PROT_READ), np.uint8)
             self.address = self.map.ctypes.data
+            # Of files that others own and we may not write, mincore says that all is there.
+            owner = os.fstat(handle.fd).st_uid
+            self.tells = hasattr(_quick, "mincore") and (owner == os.geteuid() or os.access(handle.path, os.W_OK))
             if large:
                 # In this order the kernel reads exactly the huge pages that are touched, and none ahead of them.
                 refused = _libc.madvise(self.address, handle.size, _HUGEPAGE)
@@ -165,6 +173,16 @@ class Access:
         self.mode = mode
         self.drop_pages = drop_pages and hasattr(os, "posix_fadvise")
         self._populate = True
+
+    def resident(self, shard: OpenShard, start: int, stop: int) -> Bytes | None:
+        """The bytes ``[start, stop)`` of a mapped shard if all are in memory: then there is nothing to read."""
+        if shard.map is None or not shard.tells:
+            return None
+        first = start // _PAGE * _PAGE
+        pages = np.empty(-(-(stop - first) // _PAGE), np.uint8)
+        if _quick.mincore(shard.address + first, stop - first, pages.ctypes.data) or not (pages & 1).all():
+            return None
+        return shard.map[start:stop]
 
     def read(self, shard: OpenShard, start: int, stop: int, buffer: Buffer) -> Bytes:
         """The bytes ``[start, stop)`` of the shard: a view of its map or of ``buffer``."""

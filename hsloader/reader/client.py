@@ -20,7 +20,7 @@ from hsloader._launch import launch_problem
 from hsloader.errors import FeederError, LoaderError
 from hsloader.reader.batch import BAD_BYTES, decode_bad, pack_blob
 from hsloader.reader.counters import TrainerCounter
-from hsloader.reader.engine import EngineSettings
+from hsloader.reader.engine import MOST_ENGINES, EngineSettings
 from hsloader.reader.hosts import Host, ProcessHost, ThreadHost, wait_readable
 from hsloader.reader.lease import Filled, Slot, State, watch_forks
 from hsloader.reader.limits import cpu_share, memory_available
@@ -42,6 +42,7 @@ _MOST_SLOTS = 512
 _TICK = 1.0  # seconds between looks at a feeder that neither answers nor ends
 _READERS = {"mmap": 4, "direct": 8, "pread": 8}
 _REMOTE_READERS = 16
+_DECODERS_EACH = 8  # more threads of one process wait for one another (see ``helpers``)
 
 
 class FeederClient:
@@ -321,7 +322,9 @@ class FeederClient:
         )
         self.mode_reason = mode.reason
         cores = cpu_share()
-        readers = _READERS[mode.mode] if mode.local else _REMOTE_READERS
+        decoders = self.options.threads or max(1, cores - 1 if cores > 2 else cores)
+        engines = 1 if self.options.in_process else min(MOST_ENGINES, -(-decoders // _DECODERS_EACH))
+        readers = max(_READERS[mode.mode], 2 * engines) if mode.local else _REMOTE_READERS
         return EngineSettings(
             path=str(self.dataset_path),
             segments=len(dataset.segments),
@@ -330,8 +333,9 @@ class FeederClient:
             row_bytes=self._row_bytes,
             mode=mode.mode,
             drop_pages=mode.drop_pages,
-            readers=self.options.io_threads or readers,
-            decoders=self.options.threads or max(1, cores - 1 if cores > 2 else cores),
+            readers=max(self.options.io_threads or readers, engines),
+            decoders=decoders,
+            engines=engines,
         )
 
     def _say_what_it_is(self) -> None:
@@ -437,6 +441,7 @@ class FeederClient:
         stuck = host.stuck()
         if host.alive() and not stuck:
             return
+        stuck = stuck or host.remains()
         words = host.epitaph() + file_in_hand(self._state.ring)
         host.close()
         self.counters[TrainerCounter.FEEDER_PID] = 0

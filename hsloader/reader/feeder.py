@@ -6,20 +6,17 @@ import contextlib
 import os
 import resource
 import signal
-import sys
 import time
 from pathlib import Path
 
 from hsloader._launch import Parent
 from hsloader.reader.counters import FeederCounter
 from hsloader.reader.engine import Engine, EngineSettings
+from hsloader.reader.helpers import Helpers
 from hsloader.reader.ring import Ring
+from hsloader.reader.serving import serve
 
 __all__ = ["main"]
-
-# A decoder that comes back from C code waits so long for another thread's Python to stop. The usual 5 ms are several
-# chunks' worth of decoding.
-_SWITCH = 0.0002
 
 
 def main(parent: Parent) -> None:
@@ -28,7 +25,9 @@ def main(parent: Parent) -> None:
     _be_a_feeder()
     ring = Ring.attach(parent.fds["ring"])
     ring.feeder[FeederCounter.STARTED_AT] = begun
-    engine = Engine(ring, parent.channel, EngineSettings.of(parent.args))
+    settings = EngineSettings.of(parent.args)
+    helpers = Helpers(ring, parent, settings)  # forks, so before any thread
+    engine = Engine(ring, settings, [parent.channel])
     engine.start()
     stderr = parent.fds.get("stderr")
 
@@ -37,7 +36,8 @@ def main(parent: Parent) -> None:
             with contextlib.suppress(OSError):
                 os.write(stderr, line.encode())
 
-    engine.serve(parent.pidfd, parent.gone, say)
+    serve(engine, parent.channel, helpers, parent_fd=parent.pidfd, parent_gone=parent.gone, say=say)
+    helpers.end()
     # Threads may hang in a read of a dead server; nothing of theirs is worth waiting for.
     os._exit(0)
 
@@ -52,4 +52,3 @@ def _be_a_feeder() -> None:
         if soft != resource.RLIM_INFINITY and soft < wanted:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    sys.setswitchinterval(_SWITCH)

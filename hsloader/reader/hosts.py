@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Protocol
 
 from hsloader._launch import launch
-from hsloader.reader.engine import Engine, EngineSettings
+from hsloader.reader.counters import FeederCounter
+from hsloader.reader.engine import MOST_ENGINES, Engine, EngineSettings
 from hsloader.reader.ring import Ring
+from hsloader.reader.serving import NoCrew, serve
 
 __all__ = ["Host", "ProcessHost", "ThreadHost"]
 
@@ -22,6 +24,8 @@ ENTRY = "hsloader.reader.feeder:main"
 
 # numpy's OpenBLAS would start a thread a core in a process that never multiplies.
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONWARNINGS": ""}
+
+_HELPERS = int(FeederCounter.HELPERS)
 
 _STUCK = 1.0  # seconds after which a process that ended but is not gone counts as stuck
 _GRACE = 0.5  # seconds that a feeder has to leave by itself; a stopped one never does
@@ -39,6 +43,9 @@ class Host(Protocol):
 
     def stuck(self) -> bool:
         """Whether it died but threads of it are left in the kernel, which may yet write into the ring."""
+
+    def remains(self) -> bool:
+        """Whether, of one that died, helpers are left after a moment; they may yet write into the ring."""
 
     def epitaph(self) -> str:
         """How it ended, in words."""
@@ -64,6 +71,7 @@ class ProcessHost:
         self.channel.setblocking(False)
         self.death_fd = self._child.pidfd
         self.pid = self._child.pid
+        self._ring = ring
         self._words = ""
         self._zombie_since = 0.0
 
@@ -80,6 +88,17 @@ class ProcessHost:
         now = time.monotonic()
         self._zombie_since = self._zombie_since or now
         return now - self._zombie_since > _STUCK
+
+    def remains(self) -> bool:
+        """See ``Host``."""
+        helpers = [int(pid) for pid in self._ring.feeder[_HELPERS : _HELPERS + MOST_ENGINES - 1] if pid]
+        deadline = time.monotonic() + _STUCK
+        while any(_name(pid) == "hsl-feeder" and _state(pid) not in "ZX" for pid in helpers):
+            if time.monotonic() > deadline:
+                return True
+            time.sleep(0.001)
+        self._ring.feeder[_HELPERS : _HELPERS + MOST_ENGINES - 1] = 0
+        return False
 
     def epitaph(self) -> str:
         """See ``Host``."""
@@ -101,9 +120,11 @@ class ThreadHost:
         self.death_fd: int | None = None
         self.pid = os.getpid()
         self._closed = False
-        self._engine = Engine(ring, theirs, settings)
+        self._theirs = theirs
+        self._engine = Engine(ring, settings, [theirs])
         self._engine.start()
-        self._thread = threading.Thread(target=_serve, args=(self._engine,), name="hsl-engine", daemon=True)
+        arguments = (self._engine, theirs, NoCrew())
+        self._thread = threading.Thread(target=serve, args=arguments, name="hsl-engine", daemon=True)
         self._thread.start()
 
     def alive(self) -> bool:
@@ -111,6 +132,10 @@ class ThreadHost:
         return not self._closed
 
     def stuck(self) -> bool:
+        """See ``Host``."""
+        return False
+
+    def remains(self) -> bool:
         """See ``Host``."""
         return False
 
@@ -127,11 +152,15 @@ class ThreadHost:
         if os.getpid() == self.pid:
             self._thread.join(5.0)
             self._engine.stop()
-        self._engine.channel.close()
+        self._theirs.close()
 
 
-def _serve(engine: Engine) -> None:
-    engine.serve(None, lambda: False, lambda line: None)
+def _name(pid: int) -> str:
+    """The name that a process gave itself; empty if there is none."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
 
 
 def _state(pid: int) -> str:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from hsloader.errors import DatasetError
 from hsloader.reader.access import Buffer, OpenShard, populate_for_writing
 from hsloader.reader.batch import Batch
-from hsloader.reader.counters import FeederCounter, Stage, ThreadCounter
+from hsloader.reader.counters import Stage, ThreadCounter
 from hsloader.reader.planning import Cut, Frame, Run, ShardGroup, gaps, runs_of, split_by_array, split_by_shard
 from hsloader.reader.workers import Shared, Work, Worker
 from hsloader.store.codec import FrameError
@@ -66,7 +66,6 @@ def _new_pages(shared: Shared, batch: Batch) -> list[tuple[int, int]]:
         return []
     shared.faulted.add(batch.slot)
     size = len(batch.memory)
-    shared.ring.feeder[FeederCounter.PREFAULTED] = len(shared.faulted) * size
     return [(start, min(size, start + _FAULT_BYTES)) for start in range(0, size, _FAULT_BYTES)]
 
 
@@ -131,18 +130,26 @@ class _Shard(_Step):
                     path = str(group.array.shard_path(group.shard))
                     batch.spoil(group.field, group.cuts(), error, (path, -1, -1))
                 else:
-                    self._ask(shared, shard, group)
+                    self._ask(worker, shard, group)
                 worker.row[ThreadCounter.INDEX_NS] += time.monotonic_ns() - begun
         worker.finish(batch)
 
-    def _ask(self, shared: Shared, shard: OpenShard, group: ShardGroup) -> None:
+    def _ask(self, worker: Worker, shard: OpenShard, group: ShardGroup) -> None:
+        shared = worker.shared
         runs, absurd = runs_of(group, shard.index)
         for frame in absurd:
             limit = group.array.codec.max_frame_bytes
             error = FrameError(f"a frame of {frame.length:,} bytes; expected at most {limit:,}")
             self.batch.spoil(group.field, frame.cuts, error, (str(shard.path), frame.chunk, frame.offset))
         self.batch.more(len(runs))
-        shared.reads.put(*(_Read(self.batch, group, shard, run) for run in runs))
+        for run in runs:
+            read = _Read(self.batch, group, shard, run)
+            data = shared.access.resident(shard, run.start, run.stop)
+            if data is None:
+                shared.reads.put(read)
+            else:
+                _count_read(worker, run)
+                shared.decodes.put(_Decode(read, data, None))
 
     def _from_cache(self, worker: Worker) -> ShardGroup:
         """Copy what decoded token chunks hold; the rest of the group."""
@@ -192,8 +199,7 @@ class _Read(_Step):
         except BaseException:
             shared.buffers.give(buffer)
             raise
-        row[ThreadCounter.READS] += 1
-        row[ThreadCounter.READ_BYTES] += run.stop - run.start
+        _count_read(worker, run)
         row[ThreadCounter.READ_NS] += time.monotonic_ns() - begun
         shared.decodes.put(_Decode(self, data, buffer))
 
@@ -203,7 +209,7 @@ class _Decode(_Step):
 
     __slots__ = ("buffer", "data", "read")
 
-    def __init__(self, read: _Read, data: Bytes, buffer: Buffer) -> None:
+    def __init__(self, read: _Read, data: Bytes, buffer: Buffer | None) -> None:
         super().__init__(read.batch)
         self.read = read
         self.data = data
@@ -228,7 +234,8 @@ class _Decode(_Step):
                 worker.stage(Stage.DROP, batch, run.start, run.stop - run.start)
                 row[ThreadCounter.DROPPED_BYTES] += shared.access.consumed(read.shard, run.start, run.stop, run.last)
         finally:
-            shared.buffers.give(self.buffer)
+            if self.buffer is not None:
+                shared.buffers.give(self.buffer)
         worker.finish(batch, decoded)
 
     def _frame(self, worker: Worker, frame: Frame) -> int:
@@ -256,6 +263,11 @@ class _Decode(_Step):
             return 0
         _copy(batch, group.field, decoded, frame.cuts)
         return array.codec.chunk_bytes
+
+
+def _count_read(worker: Worker, run: Run) -> None:
+    worker.row[ThreadCounter.READS] += 1
+    worker.row[ThreadCounter.READ_BYTES] += run.stop - run.start
 
 
 def _copy(batch: Batch, field: int, decoded: Bytes, cuts: list[Cut]) -> None:

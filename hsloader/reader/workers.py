@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import os
 import queue
 import threading
 import time
@@ -24,8 +25,6 @@ from hsloader.store.stored_segment import ArrayInfo, Segment
 __all__ = ["DecodeQueue", "ReadQueue", "Shared", "TokenChunks", "Work", "Worker"]
 
 Bytes = npt.NDArray[np.uint8]
-
-_TOKEN_BYTES = 64 << 20  # decoded token chunks that are kept: some ten million tokens of ids
 
 
 class Work(Protocol):
@@ -102,7 +101,7 @@ class DecodeQueue:
 class TokenChunks:
     """Decoded chunks of token fields, the least recently used one goes first."""
 
-    def __init__(self, capacity: int = _TOKEN_BYTES) -> None:
+    def __init__(self, capacity: int) -> None:
         self._room = capacity
         self._chunks: OrderedDict[tuple[int, int, int], Bytes] = OrderedDict()
         self._lock = threading.Lock()
@@ -137,6 +136,7 @@ class Shared:
         *,
         readers: int,
         decoders: int,
+        token_bytes: int,
         report: Callable[[Batch], None],
     ) -> None:
         self.ring = ring
@@ -145,7 +145,7 @@ class Shared:
         self.access = access
         self.root = segments[0].path.parent.parent if segments else None
         self.shards = OpenShards(access.mode)
-        self.tokens = TokenChunks()
+        self.tokens = TokenChunks(token_bytes)
         self.reads = ReadQueue()
         self.decodes = DecodeQueue(decoders)
         self.buffers = Buffers(readers + decoders + 4)
@@ -175,6 +175,7 @@ class Worker(threading.Thread):
     def run(self) -> None:
         """Work until the queue is closed."""
         self.row[ThreadCounter.KIND] = self._kind
+        self.row[ThreadCounter.PROCESS] = os.getpid()
         self.row[ThreadCounter.TID] = threading.get_native_id()
         self.stage(Stage.IDLE)
         while (work := self._queue.get()) is not None:

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from hsloader.errors import DamageError
-from hsloader.monitor.counters import FeederCounter, TrainerCounter
+from hsloader.monitor.counters import TrainerCounter
 from hsloader.reader import access
 from hsloader.reader.access import Access, Buffer, OpenShard, OpenShards
-from hsloader.reader.engine import _Idle
 from hsloader.reader.modes import supports_direct
-from hsloader.reader.ring import Ring, RingShape
+from hsloader.reader.ring import Ring, RingShape, Status
+from hsloader.reader.serving import Idle
 from hsloader.store.dataset import Dataset
 from hsloader.store.stored_segment import ShardHandle
 
@@ -105,6 +105,26 @@ def test_dropped_pages_leave_the_cache(path: Path, mode: str, large: bool) -> No
     assert in_cache(path) == 0
 
 
+def test_what_is_in_memory_needs_no_reading(path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard, way, buffer = opened(path, "mmap", False), Access("mmap", True), Buffer()
+    way.read(shard, 0, SIZE, buffer)
+    found = way.resident(shard, 5000, 3 << 20)
+    assert found is not None
+    assert found.tobytes() == content[5000 : 3 << 20]
+    with path.open("rb") as file:
+        access.os.fsync(file.fileno())
+    way.consumed(shard, 0, SIZE, True)
+    assert way.resident(shard, 0, SIZE) is None
+    way.read(shard, 4 << 20, (4 << 20) + 10, buffer)
+    assert way.resident(shard, 4 << 20, (4 << 20) + 10) is not None
+    assert way.resident(shard, 0, (4 << 20) + 10) is None
+    monkeypatch.setattr(access.os, "geteuid", lambda: -1)
+    monkeypatch.setattr(access.os, "access", lambda path, mode: False)
+    assert not opened(path, "mmap", False).tells  # the kernel would say that all of it is there
+    access.os.truncate(path, 4 << 20)
+    assert way.resident(shard, 4 << 20, (4 << 20) + 10) is None
+
+
 def test_few_shards_stay_open(usual: Dataset) -> None:
     shards = OpenShards("mmap", capacity=3)
     arrays = [(array, number) for array in _arrays(usual) for number in range(array.shards)]
@@ -134,7 +154,7 @@ def _arrays(dataset: Dataset) -> Iterator[access.ArrayInfo]:
 def test_a_trainer_that_asks_for_nothing_is_told_of_ever_more_seldom() -> None:
     ring = Ring.create(RingShape(slots=1, slot_bytes=4096, area_bytes=64, threads=1))
     said: list[str] = []
-    idle = _Idle(60.0, said.append)
+    idle = Idle(60.0, said.append)
 
     def after(seconds: float) -> int:
         ring.trainer[TrainerCounter.LAST_CALL] = call - int(seconds * 1e9)
@@ -145,10 +165,13 @@ def test_a_trainer_that_asks_for_nothing_is_told_of_ever_more_seldom() -> None:
     call = time.monotonic_ns()
     idle.look(ring)
     assert after(100) == 0  # nothing is ready
-    idle = _Idle(60.0, said.append)
-    ring.feeder[FeederCounter.FILLED] = 8
+    idle = Idle(60.0, said.append)
+    ring.write_request(0, 1, 0, 0, b"")
+    request = ring.request(0)
+    assert request is not None
+    ring.write_completion(0, request, Status.FILLED, bad=0, blob=b"", times=(1, 2), decoded=0)
     assert [after(s) for s in (10, 59, 61, 100, 299, 301, 900, 1600)] == [0, 0, 1, 1, 1, 2, 2, 3]
-    assert "has not asked for a batch for 61 s; 8 are ready" in said[0]
+    assert "has not asked for a batch for 61 s; 1 are ready" in said[0]
     ring.trainer[TrainerCounter.LAST_CALL] = time.monotonic_ns()
     idle.look(ring)
     assert after(61) == 4
