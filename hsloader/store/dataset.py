@@ -5,6 +5,7 @@ Importing this module imports neither torch nor zarr; torch is imported by the f
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
 from collections import OrderedDict
@@ -192,15 +193,21 @@ class Dataset:
             return np.empty(shape, bits) if out is None else out
         array = self.segments[self.segment_of[i]].array(field.name)
         first = int(self.first_rows[i])
-        size = (stop - start) * array.row_bytes
         if out is None:
-            if size > _TRUSTED_BYTES:
-                rows = array.chunk_rows * array.shard_chunks
-                for shard in range((first + start) // rows, -(-(first + stop) // rows)):
-                    self._shards.get(array, shard)
+            if (stop - start) * array.row_bytes > _TRUSTED_BYTES:
+                self._open_shards(i, array, first + start, first + stop)
             out = self._memory.empty(shape, bits)
         self._read_rows(i, array, first + start, first + stop, out.reshape(-1).view(np.uint8))
         return out
+
+    def _open_shards(self, i: int, array: ArrayInfo, first: int, last: int) -> None:
+        """See that the shards of the segment's rows ``first:last`` are there, one after another."""
+        rows = array.chunk_rows * array.shard_chunks
+        for shard in range(first // rows, -(-last // rows)):
+            try:
+                self._shards.get(array, shard)
+            except DamageError as error:
+                raise self._damage(error, f"shard {shard}", i) from error
 
     def _read_rows(self, i: int, array: ArrayInfo, first: int, last: int, out: npt.NDArray[np.uint8]) -> None:
         """Fill ``out`` with the segment's rows ``first:last``: whole chunks in place, cut ones through a scratch."""
@@ -211,11 +218,11 @@ class Dataset:
             if stop - start == rows:
                 self._decode(i, array, chunk, place)
                 continue
-            decoded = self._token_chunks.get(array, chunk) if array.field.is_token_field else None
+            decoded = self._token_chunks.get(array, chunk) if array.is_token_field else None
             if decoded is None:
                 decoded = np.empty(rows * row_bytes, np.uint8)
                 self._decode(i, array, chunk, decoded)
-                if array.field.is_token_field:
+                if array.is_token_field:
                     self._token_chunks.put(array, chunk, decoded)
             offset = (start - chunk * rows) * row_bytes
             place[:] = decoded[offset : offset + len(place)]
@@ -229,17 +236,15 @@ class Dataset:
         except (FrameError, DamageError, OSError) as error:
             if isinstance(error, OSError) and error.errno in OUT_OF_RESOURCES:
                 raise
-            where = "" if handle is None else f"{handle.path}: "
-            raise DamageError(
-                f"{where}{error} (dataset {self.path}, shard {shard}, chunk {chunk}, sample {self._called(i)}); "
-                "run: hsloader verify"
-            ) from error
+            text = str(error) if handle is None else f"{handle.path}: {error}"
+            raise self._damage(text, f"shard {shard}, chunk {chunk}", i) from error
 
-    def _called(self, i: int) -> str:
-        try:
-            return f"{i} {self.name(i)!r}"
-        except (DamageError, OSError):
-            return str(i)
+    def _damage(self, text: object, place: str, i: int) -> DamageError:
+        """The error of a sample that cannot be read."""
+        called = str(i)
+        with contextlib.suppress(DamageError, OSError):
+            called = f"{i} {self.name(i)!r}"
+        return DamageError(f"{text} (dataset {self.path}, {place}, sample {called}); run: hsloader verify")
 
     def _place(self, i: int) -> tuple[Segment, int]:
         i = self._index(i)

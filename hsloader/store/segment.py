@@ -179,7 +179,8 @@ class SegmentWriter:
 
     def abort(self) -> None:
         """Close what is open; unsealed shards are deleted. Harmless after ``seal``."""
-        for array in (*self._states.values(), *self._tokens.values()):
+        arrays: list[StateArray | TokenArray] = [*self._states.values(), *self._tokens.values()]
+        for array in arrays:
             array.shards.abort()
 
     def __enter__(self) -> SegmentWriter:

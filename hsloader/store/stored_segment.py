@@ -68,13 +68,25 @@ class ArrayInfo:
     and is slot ``c % shard_chunks`` of shard ``c // shard_chunks``.
     """
 
-    __slots__ = ("chunk_rows", "codec", "directory", "field", "records", "row_bytes", "rows", "shard_chunks")
+    __slots__ = (
+        "chunk_rows",
+        "codec",
+        "directory",
+        "field",
+        "is_token_field",
+        "records",
+        "row_bytes",
+        "rows",
+        "shard_chunks",
+    )
 
     def __init__(self, directory: Path, field: Field, meta: SegmentMeta) -> None:
         array = meta.arrays[field.name]
         self.directory = directory
         self.field = field
+        # Copies, since a read of a small sample would spend a tenth of its time on deriving them.
         self.row_bytes = field.row_bytes
+        self.is_token_field = field.is_token_field
         self.rows = meta.rows
         self.chunk_rows = array.chunk_rows
         self.shard_chunks = array.shard_chunks

@@ -19,6 +19,7 @@ from crc32c import crc32c
 
 import hsloader
 from hsloader.errors import DamageError, DatasetError
+from hsloader.store import dataset as dataset_module
 from hsloader.store.dataset import Dataset
 from hsloader.store.shard import index_bytes
 from tests.shared_data import SHARED, needs_shared
@@ -246,6 +247,20 @@ def test_a_shard_that_shrinks_while_it_is_open_is_damage_not_a_crash(
         os.truncate(path / "segments/000000/hidden_states/c.0.0.0", 1000)
         with pytest.raises(DamageError, match=r"c\.0\.0\.0.*the file ends after"):
             ds.read(0, "hidden_states")
+
+
+def test_large_samples_are_asked_for_their_shards_before_memory_is_taken(
+    tmp_path: Path, sound: Path, samples: list[Sample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "dataset"
+    shutil.copytree(sound, path)
+    monkeypatch.setattr(dataset_module, "_TRUSTED_BYTES", 1000)
+    (path / "segments/000000/hidden_states/c.1.0.0").unlink()
+    with hsloader.open_dataset(path) as ds:
+        _read(ds, 1, samples, ("input_ids",))
+        monkeypatch.setattr(ds._memory, "empty", lambda *_: pytest.fail("memory was taken"))
+        with pytest.raises(DamageError, match=r"c\.1\.0\.0.*shard 1, sample 1 's1'.; run: hsloader verify"):
+            ds.read(1, "hidden_states")
 
 
 def test_a_sample_check_finds_what_it_reads_and_misses_what_it_does_not(tmp_path: Path, sound: Path) -> None:
