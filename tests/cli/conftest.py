@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch")
-
 from typer.testing import CliRunner
 
 import hsloader
@@ -50,6 +47,7 @@ def run() -> Run:
 
 @pytest.fixture(scope="session")
 def _made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("torch")
     folder = tmp_path_factory.mktemp("cli")
     (folder / "dump").mkdir()
     write_samples(folder / "dump", SHAPE)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("torch")
+
 import hsloader
 from hsloader.cli import demo
 from tests.cli.conftest import SHAPE, Run

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
+import pytest
 
 from tests.cli.conftest import Run
+
+torch = pytest.importorskip("torch")
 
 
 def test_gives_the_sources_back(run: Run, dataset: Path, dump: Path, tmp_path: Path) -> None:

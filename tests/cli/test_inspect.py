@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
+import pytest
 
 from tests.cli.conftest import Run
+
+torch = pytest.importorskip("torch")
 
 
 def test_says_what_is_there_and_what_to_type_next(run: Run, dump: Path) -> None:
