@@ -7,7 +7,6 @@ interrupted anywhere (ctrl-C) and made again. One thread at a time; nothing here
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 import time
@@ -16,15 +15,12 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hsloader._launch import launch_problem
 from hsloader.errors import FeederError, LoaderError
 from hsloader.reader.batch import BAD_BYTES, decode_bad, pack_blob
-from hsloader.reader.counters import TrainerCounter
-from hsloader.reader.engine import MOST_ENGINES, EngineSettings
+from hsloader.reader.choices import check_budget, choose_settings, possible_options
+from hsloader.reader.counters import FeederCounter, ThreadCounter, TrainerCounter
 from hsloader.reader.hosts import Host, ProcessHost, ThreadHost, wait_readable
 from hsloader.reader.lease import Filled, Slot, State, watch_forks
-from hsloader.reader.limits import cpu_share, memory_available
-from hsloader.reader.modes import choose_mode
 from hsloader.reader.options import ReadOptions
 from hsloader.reader.pieces import WIRE, BatchRequest, SampleTable, span_offsets, to_wire
 from hsloader.reader.report import file_in_hand, summary
@@ -37,12 +33,8 @@ __all__ = ["FeederClient"]
 
 _log = logging.getLogger("hsloader.reader")
 
-_LEAST_SLOTS = 3
 _MOST_SLOTS = 512
 _TICK = 1.0  # seconds between looks at a feeder that neither answers nor ends
-_READERS = {"mmap": 4, "direct": 8, "pread": 8}
-_REMOTE_READERS = 16
-_DECODERS_EACH = 8  # more threads of one process wait for one another (see ``helpers``)
 
 
 class FeederClient:
@@ -66,7 +58,7 @@ class FeederClient:
         info: Mapping[str, Any] | None = None,
         metrics_port: int = 0,
     ) -> None:
-        self.options = _possible(options or ReadOptions())
+        self.options = possible_options(options or ReadOptions())
         self.fields = tuple(fields)
         self.dataset_path = dataset.path.absolute()
         missing = [name for name in self.fields if name not in dataset.fields]
@@ -77,8 +69,8 @@ class FeederClient:
         self._kinds = [(field.type.bits, field.row_bytes, field.shape) for field in described]
         self._table = SampleTable(dataset.segment_of, dataset.first_rows, dataset.lengths)
         size = RingShape.round_slot(slot_bytes)
-        _check_budget(size, budget)
-        self._settings = dataclasses.replace(self._choose(dataset), metrics_port=metrics_port)
+        check_budget(size, budget)
+        self._settings, self.mode_reason = choose_settings(dataset, self.fields, self.options, metrics_port)
         area = len(self.fields) * 16 + pieces * WIRE.itemsize + BAD_BYTES
         self._shape = RingShape(
             slots=min(_MOST_SLOTS, budget // size),
@@ -312,37 +304,11 @@ class FeederClient:
         if self._state.closed:
             raise LoaderError("the loader is closed; make a new one")
 
-    def _choose(self, dataset: Dataset) -> EngineSettings:
-        widest = max(self.fields, key=lambda name: dataset.fields[name].row_bytes)
-        mode = choose_mode(
-            self.options,
-            self.dataset_path,
-            dataset.manifest.stored_bytes,
-            lambda: next((segment.array(widest).shard_path(0) for segment in dataset.segments), None),
-        )
-        self.mode_reason = mode.reason
-        cores = cpu_share()
-        decoders = self.options.threads or max(1, cores - 1 if cores > 2 else cores)
-        engines = 1 if self.options.in_process else min(MOST_ENGINES, -(-decoders // _DECODERS_EACH))
-        readers = max(_READERS[mode.mode], 2 * engines) if mode.local else _REMOTE_READERS
-        return EngineSettings(
-            path=str(self.dataset_path),
-            segments=len(dataset.segments),
-            fingerprint=dataset.fingerprint,
-            fields=self.fields,
-            row_bytes=self._row_bytes,
-            mode=mode.mode,
-            drop_pages=mode.drop_pages,
-            readers=max(self.options.io_threads or readers, engines),
-            decoders=decoders,
-            engines=engines,
-        )
-
     def _say_what_it_is(self) -> None:
         settings = self._settings
         told = {"dataset": settings.path, "fields": self.fields, "mode": settings.mode, "reason": self.mode_reason}
         self._state.ring.write_info({**self._info, **told, "owner": os.getpid()})
-        self.counters[TrainerCounter.STARTED_AT] = time.monotonic_ns()
+        self.counters[TrainerCounter.STARTED_AT] = int(self.counters[TrainerCounter.STARTED_AT]) or time.monotonic_ns()
         self.counters[TrainerCounter.GENERATION] = max(1, int(self.counters[TrainerCounter.GENERATION]))
 
     def _new_slots(self) -> None:
@@ -470,8 +436,10 @@ class FeederClient:
 
         Threads of the dead feeder may still write into the old ring.
         """
-        ring = Ring.create(self._shape)
-        ring.trainer[:] = self._state.ring.trainer
+        old, ring = self._state.ring, Ring.create(self._shape)
+        ring.trainer[:] = old.trainer
+        ring.feeder[FeederCounter.PARTS :] = old.feeder[FeederCounter.PARTS :]
+        ring.threads[:, ThreadCounter.READS :] = old.threads[:, ThreadCounter.READS :]
         self._state.ring = ring
         self._new_slots()
         self._say_what_it_is()
@@ -481,26 +449,3 @@ class FeederClient:
             self._keys[slot.key] = new
             moved.append(new)
         return moved
-
-
-def _possible(options: ReadOptions) -> ReadOptions:
-    """The options, with threads of this process where no feeder process can be had; that is said."""
-    problem = launch_problem() if hasattr(os, "memfd_create") else "this system has no memfd"
-    if not problem or options.in_process:
-        return options
-    _log.warning("reading with threads of this process, which slows the trainer: %s", problem)
-    return dataclasses.replace(options, in_process=True)
-
-
-def _check_budget(size: int, budget: int) -> None:
-    if budget < _LEAST_SLOTS * size:
-        raise ValueError(
-            f"prefetch of {budget:,} bytes: the largest batch takes {size:,} bytes and the loader needs room for "
-            f"three; give ReadOptions(prefetch={_LEAST_SLOTS * size}) or more, or make the batches smaller"
-        )
-    available = memory_available()
-    if budget > available:
-        raise ValueError(
-            f"prefetch of {budget:,} bytes: only {available:,} bytes of memory are available; give "
-            f"ReadOptions(prefetch=...) of {_LEAST_SLOTS * size:,} bytes or more that fits, or make the batches smaller"
-        )

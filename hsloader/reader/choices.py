@@ -1,0 +1,83 @@
+"""What a client decides before it starts: process or threads, the read mode, how many threads, if the ring fits."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from typing import TYPE_CHECKING
+
+from hsloader._launch import launch_problem
+from hsloader.reader.engine import MOST_ENGINES, EngineSettings
+from hsloader.reader.limits import cpu_share, memory_available
+from hsloader.reader.modes import choose_mode
+from hsloader.reader.options import ReadOptions
+
+if TYPE_CHECKING:
+    from hsloader.store.dataset import Dataset
+
+__all__ = ["check_budget", "choose_settings", "possible_options"]
+
+_log = logging.getLogger("hsloader.reader")
+
+_LEAST_SLOTS = 3
+_READERS = {"mmap": 4, "direct": 8, "pread": 8}
+_REMOTE_READERS = 16  # a server answers many requests at a time, each of them late
+_DECODERS_EACH = 8  # more threads of one process wait for one another (see ``helpers``)
+
+
+def possible_options(options: ReadOptions) -> ReadOptions:
+    """The options, with threads of this process where no feeder process can be had; that is said."""
+    problem = launch_problem() if hasattr(os, "memfd_create") else "this system has no memfd"
+    if not problem or options.in_process:
+        return options
+    _log.warning("reading with threads of this process, which slows the trainer: %s", problem)
+    return dataclasses.replace(options, in_process=True)
+
+
+def choose_settings(
+    dataset: Dataset, fields: tuple[str, ...], options: ReadOptions, metrics_port: int
+) -> tuple[EngineSettings, str]:
+    """How the engine is to read, and why in this mode."""
+    path = dataset.path.absolute()
+    widest = max(fields, key=lambda name: dataset.fields[name].row_bytes)
+    mode = choose_mode(
+        options,
+        path,
+        dataset.manifest.stored_bytes,
+        lambda: next((segment.array(widest).shard_path(0) for segment in dataset.segments), None),
+    )
+    cores = cpu_share()
+    decoders = options.threads or max(1, cores - 1 if cores > 2 else cores)
+    engines = 1 if options.in_process else min(MOST_ENGINES, -(-decoders // _DECODERS_EACH))
+    readers = max(_READERS[mode.mode], 2 * engines) if mode.local else _REMOTE_READERS
+    settings = EngineSettings(
+        path=str(path),
+        segments=len(dataset.segments),
+        fingerprint=dataset.fingerprint,
+        fields=fields,
+        row_bytes=tuple(dataset.fields[name].row_bytes for name in fields),
+        mode=mode.mode,
+        drop_pages=mode.drop_pages,
+        readers=max(options.io_threads or readers, engines),
+        decoders=decoders,
+        engines=engines,
+        metrics_port=metrics_port,
+    )
+    return settings, mode.reason
+
+
+def check_budget(slot_bytes: int, budget: int) -> None:
+    """``ValueError``, with the number that would do, for a ring of less than three slots or more than the memory."""
+    least = _LEAST_SLOTS * slot_bytes
+    if budget < least:
+        raise ValueError(
+            f"prefetch of {budget:,} bytes: the largest batch takes {slot_bytes:,} bytes and the loader needs room for "
+            f"three; give ReadOptions(prefetch={least}) or more, or make the batches smaller"
+        )
+    available = memory_available()
+    if budget > available:
+        raise ValueError(
+            f"prefetch of {budget:,} bytes: only {available:,} bytes of memory are available; give "
+            f"ReadOptions(prefetch=...) of {least:,} bytes or more that fits, or make the batches smaller"
+        )
