@@ -92,6 +92,7 @@ class HiddenStateDataset(IterableDataset[Any]):
             return self._loader
         read = replace(self._settings.read, in_process=True)
         self._loader = DataLoader._planned(self._path, replace(self._settings, read=read), share)
+        self._loader.set_epoch(self._epoch.epoch)
         return self._loader
 
     def _begin(self) -> Iterator[Any]:

@@ -64,6 +64,7 @@ class Course:
         self._cursor.set_epoch(settings.epoch)
         self._fewer: tuple[int, int] | None = None  # (epoch, segments): an epoch begun before the dataset grew
         self._skip = 0  # of a worker's share, at a loaded position
+        self._short: tuple[int, int] | None = None  # where skip_to went
 
     @property
     def running(self) -> bool:
@@ -113,14 +114,21 @@ class Course:
             self._cursor.end()
 
     def steps(self, run: Run | None) -> int:
-        """Batches of the running iteration, else of the next one."""
-        if self._cursor.running and run is not None:
-            return len(run.target.numbers)
-        epoch, position = self._cursor.upcoming
-        sampler = self._settings.batch_sampler
-        if sampler is not None:
-            return max(len(sampler) - position, 0)  # type: ignore[arg-type] # TypeError if it has none, as torch's
-        return len(self.target(epoch, position).numbers) - self._skip
+        """Batches of the whole epoch that runs, else of the next one: what wrappers count with, also after a resume.
+
+        After ``skip_to`` only the rest of it, as speculators' Trainer expects.
+        """
+        running = self._cursor.running and run is not None
+        if running and run is not None:
+            epoch, plan, position = run.target.epoch, run.target.plan, run.position
+        else:
+            epoch, position = self._cursor.upcoming
+            sampler = self._settings.batch_sampler
+            if sampler is not None:
+                return len(sampler)  # type: ignore[arg-type] # TypeError if it has none, as torch's loader
+            plan = self._epochs.plan(epoch, self._segments(epoch))
+        steps = steps_left(len(plan), position if self._short == (epoch, position) else 0, self._ranks.world)
+        return len(range(self._share.worker, steps, self._share.workers))
 
     def left_out(self, target: Target) -> int:
         """Batches at the end of an epoch that do not make a step for every rank."""
@@ -136,6 +144,7 @@ class Course:
     def skip_to(self, step: int) -> None:
         """The next iteration begins ``step`` batches of each rank into its epoch."""
         self._cursor.skip_to(step * self._ranks.world)
+        self._short = self._cursor.upcoming
 
     def state(self, run: Run | None, batches_done: int | None = None) -> dict[str, Any]:
         """The state now, or after the first ``batches_done`` batches of the running or last iteration."""
@@ -182,6 +191,7 @@ class Course:
         if plan is not None:
             check_position(state.epoch, state.position, len(plan))
         skip = self._taken_by_worker(value)
+        self._short = None
         self._cursor.load(state.epoch, state.position)
         self._skip = skip
         self._fewer = None

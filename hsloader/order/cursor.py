@@ -5,6 +5,7 @@ The rules (tried with the HF Trainer, Lightning and torchdata's StatefulDataLoad
 * The last batch ends its epoch: from then on the state reads (epoch + 1, 0).
 * ``iter()`` starts at a loaded state if one is pending, else at the start of the epoch set since the last ``iter()``,
   else at the start of the next epoch, also after a ``break``.
+* An iteration that gave no batch does not count: wrappers make iterators to try whether they can.
 * ``set_epoch(e)`` keeps a pending position of epoch ``e`` and drops one of another epoch.
 * A state is refused only while an iteration has begun and not ended.
 """
@@ -26,6 +27,7 @@ class Cursor:
         self._begun = (0, 0)  # where the running or last iteration began
         self._pending: tuple[int, int] | None = (0, 0)  # where iter() starts; None: at the epoch after _done's
         self._loaded = False  # _pending comes from a state
+        self._began_loaded = False  # and so did where the running iteration began
         self._running = False
 
     @property
@@ -79,7 +81,9 @@ class Cursor:
 
     def begin(self) -> tuple[int, int]:
         """Start an iteration, ending a running one; returns its (epoch, position)."""
+        self.end()
         self._done = self._begun = self.upcoming
+        self._began_loaded = self._loaded
         self._pending, self._loaded, self._running = None, False, True
         return self._begun
 
@@ -103,6 +107,8 @@ class Cursor:
 
     def end(self) -> None:
         """The iteration was left before its epoch was over (``break``, an exception)."""
+        if self._running and self._pending is None and self._done == self._begun:
+            self._pending, self._loaded = self._begun, self._began_loaded
         self._running = False
 
     def state_after(self, batches_done: int, batches: int) -> tuple[int, int]:

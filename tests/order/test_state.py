@@ -106,7 +106,19 @@ class TestCursor:
         cursor.end()
         assert cursor.state == (0, 2)
         assert cursor.begin() == (1, 0)
+        self.to(cursor, 1)
         assert cursor.begin() == (2, 0)  # a new iter() ends the running one
+
+    def test_an_iteration_that_gave_nothing_does_not_count(self) -> None:
+        cursor = Cursor(2)
+        assert [cursor.begin(), cursor.begin()] == [(0, 0), (0, 0)]
+        cursor.end()
+        cursor.load(3, 2)
+        assert cursor.begin() == (3, 2)
+        cursor.end()
+        assert cursor.state == (3, 2)
+        assert cursor.set_epoch(3) is None  # still the loaded position
+        assert cursor.begin() == (3, 2)
 
     def test_set_epoch_repeats_and_jumps(self) -> None:
         cursor = Cursor(2)
