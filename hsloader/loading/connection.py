@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from hsloader.batches.layout import BatchLayout
@@ -24,6 +25,7 @@ from hsloader.monitor.counters import TrainerCounter, count_wait
 from hsloader.monitor.header import take_snapshot
 from hsloader.monitor.lines import Opening
 from hsloader.monitor.neighbours import job_name
+from hsloader.monitor.ranges import mark_stages, stage
 from hsloader.monitor.reporter import Reporter
 from hsloader.monitor.voice import say
 from hsloader.monitor.words import plural
@@ -75,7 +77,8 @@ class Connection:
         begun = time.monotonic_ns()
         self._counters[TrainerCounter.NEXT_SINCE] = begun
         try:
-            yield
+            with stage("next"):
+                yield
         finally:
             spent = time.monotonic_ns() - begun
             counters = self._counters  # those of another ring, if that was replaced
@@ -149,6 +152,10 @@ def connect(
     ``share``: what this process takes of its rank's batches.  ``ValueError`` if the budget is under three batches.
     """
     read, workers = settings.read, share.workers
+    if settings.nvtx:
+        if not torch.cuda.is_available():
+            raise ValueError("nvtx=True: torch sees no CUDA device, and without one it has no NVTX")
+        mark_stages(torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop)
     if workers > 1 and read.threads is None:
         read = replace(read, threads=max(1, cpu_share() // workers))
     budget = read.prefetch

@@ -18,6 +18,7 @@ from hsloader.device import CudaDriver, Driver, Parcel, SpanPlan, Transfers, add
 from hsloader.loading.settings import LoaderSettings
 from hsloader.loading.stream import BatchStream, Fetched
 from hsloader.monitor.counters import TrainerCounter
+from hsloader.monitor.ranges import stage
 from hsloader.order.mixing import noise_seed
 from hsloader.store.lending import LentMemory
 
@@ -214,6 +215,10 @@ class DeviceDelivery:
         return self._transfers
 
     def _send(self, transfers: Transfers, stream: BatchStream, fetched: Fetched) -> tuple[Parcel, BatchLayout]:
+        with stage("send"):
+            return self._sent(transfers, stream, fetched)
+
+    def _sent(self, transfers: Transfers, stream: BatchStream, fetched: Fetched) -> tuple[Parcel, BatchLayout]:
         parcel = transfers.prepare()
         stream.client.hold(fetched.key, owner=parcel)  # the slot is read until the parcel is let go
         transfers.send(

@@ -49,6 +49,7 @@ class LoaderOptions(TypedDict, total=False):
     stall_after: float
     log_every: float
     metrics_port: int
+    nvtx: bool
     read: ReadOptions
 
 
@@ -75,7 +76,8 @@ class LoaderSettings:
     ``noise`` on states; ``norm_state`` and ``layer_ids`` say what the script expects of the data.  ``on_bad``: a sample
     whose bytes are damaged raises ``DamageError`` or leaves its batch (``"skip"``).  ``stall_after`` seconds of waiting
     are reported, and a line of progress comes every ``log_every`` seconds (0: never).  The counters
-    are served to Prometheus on ``metrics_port`` plus the local rank (0: not at all).  ``read``: how to read.
+    are served to Prometheus on ``metrics_port`` plus the local rank (0: not at all).  ``nvtx``
+    marks the stages of ``next()`` for a profiler, in the whole process.  ``read``: how to read.
     """
 
     trainer: str
@@ -109,6 +111,7 @@ class LoaderSettings:
     stall_after: float = 10.0
     log_every: float = 30.0
     metrics_port: int = 0
+    nvtx: bool = False
     read: ReadOptions = field(default_factory=ReadOptions)
 
     def __post_init__(self) -> None:

@@ -15,6 +15,7 @@ from typing import Literal
 from hsloader.batches.layout import BatchLayout
 from hsloader.batches.trainer import Trainer
 from hsloader.errors import DamageError, DatasetError
+from hsloader.monitor.ranges import stage
 from hsloader.order.sequence import BatchSequence
 from hsloader.reader.batch import BadSample
 from hsloader.reader.client import FeederClient
@@ -182,6 +183,10 @@ class BatchStream:
         self._trainer.check(layout, None if self._mask is None else filled.spans[self._mask])
 
     def _wait(self, key: int) -> Filled:
+        with stage("wait"):
+            return self._waited(key)
+
+    def _waited(self, key: int) -> Filled:
         begun, pause = time.monotonic(), self._stall_after
         while (filled := self.client.wait(key, pause)) is None:
             self._stalled(time.monotonic() - begun, key)

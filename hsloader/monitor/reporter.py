@@ -6,6 +6,7 @@ due.  Nothing here ever talks to another process.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -55,8 +56,7 @@ class Reporter:
     def epoch_began(self) -> None:
         """An epoch (or the rest of one) begins; its counters are written."""
         self._epoch = self._beat = self._read()
-        if self._siblings is not None:
-            self._siblings.slowest()
+        self._slowest()
         if self._log_every and self._speaks:
             self._due = time.monotonic() + min(_FIRST_BEAT, self._log_every)
 
@@ -72,7 +72,11 @@ class Reporter:
         if self._stall is None:
             self._stall = StallReport()
         prefix = f"rank {self._rank}: " if self._rank or self._siblings is not None else ""
-        say(prefix + self._stall.text(self._read(), seconds), logging.WARNING)
+        try:
+            text = self._stall.text(self._read(), seconds)
+        except Exception as problem:  # a report that fails on an odd /proc must not end the training that it is about
+            text = f"next() has waited {time_text(seconds)}; why could not be found out: {problem!r}"
+        say(prefix + text, logging.WARNING)
 
     def epoch_ended(self) -> None:
         """The last batch of the epoch was handed out."""
@@ -107,10 +111,16 @@ class Reporter:
     def _heartbeat(self) -> None:
         now = self._read()
         self._due = time.monotonic() + self._log_every
-        slowest = self._siblings.slowest() if self._siblings is not None else None
+        slowest = self._slowest()
         if self._beat is not None:
             verdict = limit_of(self._beat, now)
             # Advice is worth a line once, not every half minute.
             say(heartbeat_text(self._beat, now, verdict, slowest=slowest, advise=verdict.limit is not self._limit))
             self._limit = verdict.limit
         self._beat = now
+
+    def _slowest(self) -> tuple[int, float, int] | None:
+        if self._siblings is not None:
+            with contextlib.suppress(OSError, ValueError):
+                return self._siblings.slowest()
+        return None

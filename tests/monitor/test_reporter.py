@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from hsloader.monitor.counters import TrainerCounter
-from hsloader.monitor.header import take_snapshot
+from hsloader.monitor.header import Snapshot, take_snapshot
 from hsloader.monitor.neighbours import Siblings, find_rings, job_name
+from hsloader.monitor.ranges import mark_stages, stage
 from hsloader.monitor.reporter import Reporter
 from hsloader.monitor.stall import StallReport
 from hsloader.monitor.voice import say
@@ -173,3 +174,26 @@ def test_job_names() -> None:
     assert job_name({}) == ""
     assert job_name({"SLURM_JOB_ID": "77"}) == "77"
     assert job_name({"TORCHELASTIC_RUN_ID": "none", "MASTER_PORT": "29500"}) == "none:29500"
+
+
+def test_stages_are_marked_only_when_asked() -> None:
+    calls: list[str] = []
+    with stage("next"):
+        assert calls == []
+    mark_stages(calls.append, lambda: calls.append("end"))
+    try:
+        with stage("next"), stage("wait"):
+            pass
+        with pytest.raises(KeyError), stage("send"):
+            raise KeyError
+    finally:
+        mark_stages(None, None)
+    assert calls == ["hsloader.next", "hsloader.wait", "end", "end", "hsloader.send", "end"]
+
+
+def test_a_report_that_fails_is_a_line_and_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    def broken() -> Snapshot:
+        raise ValueError("odd kernel")
+
+    Reporter(broken).stalled(12.0)
+    assert "next() has waited 12 s; why could not be found out: ValueError('odd kernel')" in caplog.text
