@@ -1,0 +1,62 @@
+"""Train a tiny draft model in a plain PyTorch loop, with validation, a checkpoint and exact resume.
+
+    python examples/train_plain.py data.hs [--epochs 2] [--checkpoint last.pt]
+
+Run it again with the same checkpoint and it goes on where it stopped, in the middle of an epoch too.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from draft import draft_for
+
+import hsloader
+
+
+def main() -> None:
+    """Parse the arguments and train."""
+    parser = argparse.ArgumentParser(description="train a tiny draft model on a dataset of hidden states")
+    parser.add_argument("dataset")
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--max-tokens", type=int, default=1024)
+    parser.add_argument("--checkpoint", type=Path, default=None)
+    arguments = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    common = {"trainer": "speculators-0.9", "max_tokens": arguments.max_tokens, "val_ratio": 0.2, "device": device}
+    with (
+        hsloader.DataLoader(arguments.dataset, split="train", noise=hsloader.UniformNoise(0.05), **common) as train,
+        hsloader.DataLoader(arguments.dataset, split="val", **common) as val,
+    ):
+        model = draft_for(next(iter(val)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        if arguments.checkpoint is not None and arguments.checkpoint.exists():
+            saved = torch.load(arguments.checkpoint, weights_only=True)
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+            train.load_state_dict(saved["loader"])
+        while (epoch := train.state_dict()["epoch"]) < arguments.epochs:
+            for batch in train:
+                loss = model(batch)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            val.set_epoch(0)
+            with torch.no_grad():
+                checked = [model(batch) for batch in val]
+            print(f"epoch {epoch}: train {loss.item():.3f}, val {torch.stack(checked).mean().item():.3f}")
+            if arguments.checkpoint is not None:
+                torch.save(
+                    {
+                        "model": model.state_dict(),
+                        "optimizer": optimizer.state_dict(),
+                        "loader": train.state_dict(),
+                    },
+                    arguments.checkpoint,
+                )
+
+
+if __name__ == "__main__":
+    main()
