@@ -75,10 +75,6 @@ class Codec:
         """A new encoder; it holds scratch of about a chunk, so one a thread."""
         return Encoder(self)
 
-    def check_frame(self, frame: memoryview | Bytes) -> None:
-        """Raise ``FrameError`` unless the length fits and the trailing crc32c is that of the bytes before it."""
-        _check_crc(self._sized(frame))
-
     def decode(self, frame: memoryview | Bytes, out: Bytes, verify: bool = True) -> None:
         """Decode ``frame`` (with its trailing crc32c) into ``out``: contiguous ``uint8`` of ``chunk_bytes`` bytes.
 

@@ -34,10 +34,6 @@ class Shards:
         self._records: list[ShardRecord] = []
         self._open: list[ShardWriter] = []
 
-    @property
-    def size(self) -> int:
-        return sum(record.size for record in self._records) + sum(shard.size for shard in self._open)
-
     def append(self, frame: memoryview, align: int) -> None:
         if not self._open or self._open[-1].count == self.slots:
             number = len(self._records) + len(self._open)

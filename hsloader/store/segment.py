@@ -22,10 +22,9 @@ from hsloader.store.layout import RowLayout
 from hsloader.store.manifest import SegmentEntry
 from hsloader.store.samples import encode_extras, encode_name, encode_texts, sample_key, table_from
 from hsloader.store.segment_meta import ArrayMeta, SegmentMeta, TableMeta
-from hsloader.store.stored_segment import ArrayInfo, Segment
 from hsloader.store.zarr_json import BF16_AS, array_document, chunk_name, group_document, json_bytes, plain_document
 
-__all__ = ["ArrayInfo", "Segment", "SegmentWriter"]
+__all__ = ["SegmentWriter"]
 
 Bits = np.ndarray[Any, np.dtype[Any]]
 
@@ -69,11 +68,6 @@ class SegmentWriter:
     def samples(self) -> int:
         """Samples committed so far."""
         return len(self._names)
-
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of the state fields' shards so far, without their indexes."""
-        return sum(array.shards.size for array in self._states.values())
 
     def codec(self, field_name: str) -> Codec:
         """The codec of a field; share it between threads, take one encoder a thread from it."""

@@ -119,11 +119,6 @@ class ShardWriter:
         self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     @property
-    def path(self) -> str:
-        """The file's path as given."""
-        return self._path
-
-    @property
     def count(self) -> int:
         """Chunks appended so far."""
         return len(self._crcs)

@@ -6,16 +6,19 @@ registered by hand; importing zarr for that would cost each process that imports
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from importlib.abc import Loader, MetaPathFinder
+else:
+    # importlib asks for the methods, not for the classes, whose import would cost a tenth of the feeder's start.
+    Loader = MetaPathFinder = object
 
 __all__ = ["register_with_zarr"]
-
-_log = logging.getLogger("hsloader")
 
 
 def register_with_zarr() -> None:
@@ -32,7 +35,10 @@ def _register() -> None:
 
         register()
     except Exception as error:  # a zarr that differs must still be usable for whoever imported it
-        _log.warning("zarr cannot read bfloat16 arrays: registering the type failed: %r", error)
+        import logging
+
+        told = "zarr cannot read bfloat16 arrays: registering the type failed: %r"
+        logging.getLogger("hsloader").warning(told, error)
 
 
 class _ZarrFinder(MetaPathFinder):

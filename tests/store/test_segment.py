@@ -14,8 +14,9 @@ import pytest
 from hsloader.store.fields import Field
 from hsloader.store.layout import RowLayout
 from hsloader.store.manifest import SegmentEntry
-from hsloader.store.segment import Segment, SegmentWriter
+from hsloader.store.segment import SegmentWriter
 from hsloader.store.shard import ABSENT
+from hsloader.store.stored_segment import Segment
 from tests.store.making import FIELDS, Sample, append_frames, fill_segment, random_sample, tiny_layout, tree
 
 STATES = [field.name for field in FIELDS if not field.is_token_field]
