@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -121,6 +123,53 @@ def _compare(demo: _Demo) -> None:
         output.facts([("reading", f"{output.rate_text(rate)} decoded, one thread, from the page cache")])
 
 
+def _train(demo: _Demo) -> None:
+    """A toy draft model, one hidden layer, over an epoch of the dataset as speculators 0.9 would batch it."""
+    import torch
+
+    import hsloader
+
+    torch.manual_seed(0)
+    width = demo.shape.hidden_size
+    model = torch.nn.Sequential(
+        torch.nn.Linear((len(demo.shape.layer_ids) - 1) * width, 32), torch.nn.SiLU(), torch.nn.Linear(32, width)
+    )
+    losses = []
+    with (
+        _quiet_loader(silent=demo.quiet or not demo.talk),
+        hsloader.DataLoader(demo.dataset, trainer="speculators-0.9", max_tokens=1024, log_every=0) as loader,
+    ):
+        for batch in loader:
+            target = batch["verifier_last_hidden_states"].float()
+            mask = batch["loss_mask"].unsqueeze(-1)
+            wrong = (model(batch["hidden_states"].float()) - target).square()
+            loss = (wrong * mask).sum() / (target.square() * mask).sum()
+            loss.backward()
+            with torch.no_grad():
+                for weight in model.parameters():
+                    if weight.grad is not None:
+                        weight.sub_(3.0 * weight.grad)
+            model.zero_grad()
+            losses.append(loss.item())
+        stats = loader.stats()
+    demo.results["train"] = {"steps": len(losses), "first_loss": losses[0], "last_loss": losses[-1], "stats": stats}
+    if demo.talk:
+        output.line(f"{output.count(len(losses), 'step')}, loss {losses[0]:.2f} -> {losses[-1]:.2f}", style="good")
+
+
+@contextlib.contextmanager
+def _quiet_loader(*, silent: bool) -> Iterator[None]:
+    """What the loader says goes to stderr where nobody listens to its logger; with ``silent`` somebody does."""
+    handler = logging.NullHandler()
+    logger = logging.getLogger("hsloader")
+    if silent:
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
 def _same_bits(ours: Any, theirs: Any) -> bool:
     """Equality that tells -0.0 from 0.0 and compares NaNs by their bits."""
     import torch
@@ -137,6 +186,7 @@ _STEPS: list[tuple[str, Callable[[_Demo], None]]] = [
     ("convert them", _convert),
     ("verify the dataset", _verify),
     ("compare it with the sources", _compare),
+    ("train a toy draft model on it", _train),
 ]
 
 
@@ -152,8 +202,8 @@ def demo(
 ) -> int:
     """Try everything on samples made here.
 
-    A small realistic set (about 190 MB, a few seconds), in a folder of its own: made, inspected, converted, verified
-    and compared with the sources bit for bit.
+    A small realistic set (about 190 MB, a few seconds), in a folder of its own: made, inspected, converted, verified,
+    compared with the sources bit for bit, and trained on.
     """
     began = time.monotonic()
     state = _Demo(folder=_new_folder(folder), shape=DemoShape(), quiet=quiet, talk=not as_json)
