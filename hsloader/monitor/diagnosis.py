@@ -103,8 +103,7 @@ class Situation:
             return None
         share = trainer.share(Wait.PIPE)
         share += trainer.share(Wait.POLL) if waits_for(trainer, self.workers) else 0.0
-        if trainer.pin_waits:
-            share += trainer.share(Wait.LOCK, Wait.TIMED_LOCK)
+        share += trainer.pin_wait
         # Looks that caught it wanting a core and not having one say nothing about data.
         starved = max(0.0, trainer.share(Wait.RUNNING) - trainer.cpu)
         return min(1.0, share / max(1.0 - starved, 0.05))

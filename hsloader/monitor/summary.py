@@ -15,7 +15,7 @@ from hsloader.monitor.samples import FileSeen, Glance, Observation, ProcessSampl
 __all__ = ["STORAGE_WAITS", "BusyThread", "FileReading", "ProcessReport", "summarise"]
 
 STORAGE_WAITS = frozenset({Wait.READ, Wait.FAULT, Wait.OPEN, Wait.DISK})
-_BUSY = 0.5  # cores from which a thread is listed as burning CPU
+_BUSY = 0.3  # cores from which a thread is listed as burning CPU
 _SHORTEST = 0.2  # seconds; rates over less mean nothing
 _GROWTH = 1 << 20  # resident bytes a mapped file must gain to count as being read
 
@@ -45,7 +45,7 @@ class FileReading:
 
 @dataclass(frozen=True, slots=True)
 class BusyThread:
-    """A thread that used at least half a core; ``frames`` come from py-spy, innermost first."""
+    """A thread that used at least a third of a core; ``frames`` come from py-spy, innermost first."""
 
     tid: int
     name: str
@@ -96,8 +96,8 @@ class ProcessReport:
     rank: int | None = None
     main_links: tuple[str, ...] = ()
     links: frozenset[str] = field(default_factory=frozenset)
-    pin_waits: bool = False
-    """A pin-memory thread of it waits for its workers."""
+    pin_wait: float = 0.0
+    """Share of the looks in which the main thread waited for its pin-memory thread, and that for the workers."""
 
     @property
     def rate(self) -> float:
@@ -163,7 +163,7 @@ def summarise(observation: Observation, track: Track, role: Role, label: str) ->
         rank=info.rank,
         main_links=_main(last).links,
         links=frozenset(last.links.values()),
-        pin_waits=any(t.name == "pt_data_pin" and t.wait is Wait.POLL for t in last.threads),
+        pin_wait=sum(_waits_for_pinning(g) for g in track.glances) / max(len(track.glances), 1),
     )
 
 
@@ -212,6 +212,14 @@ def _busy(first: ProcessSample, last: ProcessSample, ticks: float) -> Iterable[B
     for thread, share in sorted(shares, key=lambda pair: -pair[1]):
         if share >= _BUSY:
             yield BusyThread(thread.tid, thread.name, share)
+
+
+def _waits_for_pinning(glance: Glance) -> bool:
+    # A pinning thread that itself waits for a lock has a batch and nobody who takes it.
+    locks = (Wait.LOCK, Wait.TIMED_LOCK)
+    pinning = [t for t in glance.threads if t.name == "pt_data_pin"]
+    waits = bool(glance.threads) and glance.threads[0].wait in locks
+    return waits and any(t.wait not in locks for t in pinning)
 
 
 def _peers(observation: Observation, links: Iterable[str]) -> Iterable[str]:

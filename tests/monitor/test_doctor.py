@@ -159,7 +159,7 @@ def test_stopped_process(tmp_path: Path) -> None:
 
 def test_busy_process_is_told_from_a_waiting_one(tmp_path: Path) -> None:
     with script(tmp_path, "ready()\nwhile True: pass") as process:
-        for _ in range(5):  # a machine with much else to do may give it less than half a core
+        for _ in range(5):  # a machine with much else to do may give it little
             found = _examine(process.pid)
             if found.processes[0].busy_threads:
                 break

@@ -145,6 +145,14 @@ def test_busy_workers_that_read_from_memory_are_limited_by_their_cpu() -> None:
     assert "4 workers used 3.9 cores" in found.sentence
 
 
+def test_waiting_for_the_pinning_thread_is_waiting_for_data() -> None:
+    # As torch does it with pin_memory=True: seen on an H200.
+    trainer = _trainer(Wait.TIMED_LOCK, pin_wait=0.97)
+    found = judge(_situation(trainer, *_readers(2, 900e6)))
+    assert found.kind is Kind.READING
+    assert "the trainer waited for data 97 % of the time" in found.sentence
+
+
 def test_trainer_that_wants_a_core_does_not_compute() -> None:
     # As on a machine with twice as many busy threads as cores.
     trainer = _trainer(Wait.POLL, cpu=0.1, waits={Wait.RUNNING: 0.6, Wait.POLL: 0.4})
