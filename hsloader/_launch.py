@@ -20,13 +20,14 @@ import os
 import select
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import subprocess  # the parent's business: a child does without
 
 __all__ = ["Child", "LaunchUnavailableError", "Parent", "child_main", "launch", "launch_problem"]
 
@@ -67,6 +68,8 @@ class Child:
 
     def wait(self, timeout: float) -> int | None:
         """Wait for the child to end by itself; its exit status, or None if it still runs after ``timeout`` seconds."""
+        import subprocess
+
         try:
             return self._process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -109,13 +112,11 @@ class Child:
             self.channel.close()
         status = None
         if os.getpid() == self._owner:
-            try:
-                status = self._process.wait(grace)
-            except subprocess.TimeoutExpired:
+            status = self.wait(grace)
+            if status is None:
                 self._process.kill()
-                # A thread that waits for a dead disk or server keeps even a killed process; it is not waited for.
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    status = self._process.wait(grace)
+                # A thread that waits for a dead disk or server keeps even a killed process; it is not waited for long.
+                status = self.wait(grace)
         elif self._process.returncode is None:
             self._process.returncode = 0  # not this process's child: nothing to wait for, nothing to warn about
         for fd in (self.pidfd, self._log):
@@ -174,6 +175,8 @@ def launch(
     that the child gets under the same names, ``environment`` is added to the parent's.  Raises
     ``LaunchUnavailableError`` where there is no interpreter to start, ``OSError`` where the system refuses.
     """
+    import subprocess
+
     problem = launch_problem()
     if problem:
         raise LaunchUnavailableError(problem)
@@ -246,6 +249,8 @@ def _log_file(name: str) -> int:
     try:
         return os.memfd_create(f"hsloader-log-{name}", os.MFD_CLOEXEC)
     except (OSError, AttributeError):
+        import tempfile
+
         with tempfile.TemporaryFile() as file:
             return os.dup(file.fileno())
 

@@ -20,7 +20,7 @@ from hsloader.reader.serving import NoCrew, serve
 
 __all__ = ["Host", "ProcessHost", "ThreadHost"]
 
-ENTRY = "hsloader.reader.feeder:main"
+ENTRY = "hsloader.reader.boot:main"
 
 # numpy's OpenBLAS would start a thread a core in a process that never multiplies.
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONWARNINGS": ""}

@@ -11,7 +11,6 @@ import json
 import mmap
 import os
 import struct
-import tempfile
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -109,6 +108,8 @@ class Ring:
         if hasattr(os, "memfd_create"):
             fd = os.memfd_create(MEMFD_NAME, os.MFD_CLOEXEC)
         else:
+            import tempfile
+
             with tempfile.TemporaryFile() as file:
                 fd = os.dup(file.fileno())
             slots = mmap.mmap(-1, shape.slots * shape.slot_bytes)

@@ -390,5 +390,25 @@ def test_reading_in_threads_is_said_once(
 
 
 def test_the_feeder_needs_neither_torch_nor_zarr() -> None:
-    code = "import sys, hsloader.reader.feeder; sys.exit(any(m in sys.modules for m in ('torch', 'zarr', 'pandas')))"
+    code = (
+        "import sys; from hsloader.reader.boot import import_light; import_light(); import hsloader.reader.feeder\n"
+        "heavy = {'torch', 'zarr', 'pandas', 'subprocess', 'logging', 'importlib.metadata'}\n"
+        "sys.exit(', '.join(heavy & set(sys.modules)) or 0)"
+    )
+    subprocess.run([sys.executable, "-P", "-S", "-c", f"import sys; sys.path[:] = {sys.path!r}; {code}"], check=True)
+
+
+def test_the_feeder_imports_the_ordinary_way_where_the_light_one_fails(tmp_path: Path) -> None:
+    """A package without the module that is wanted of it is imported whole, as its ``__init__`` says."""
+    for name, text in (("whole", "value = 1"), ("whole/_inner", "")):
+        path = tmp_path / f"{name}/__init__.py" if name == "whole" else tmp_path / f"{name}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from hsloader.reader.boot import _light\n"
+        "_light('whole', '_inner', ('missing',)); import whole; assert whole.value == 1\n"
+        "_light('no_such_package', 'x', ()); _light('json', 'decoder', ())\n"
+        "import json; assert json.loads('1') == 1\n"
+    )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
