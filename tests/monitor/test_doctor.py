@@ -185,6 +185,40 @@ def test_no_such_process() -> None:
         examine(child.pid)
 
 
+def test_the_command_prints_verdict_table_and_json(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hsloader", "doctor", "--seconds", "0.3", "--no-python"]
+    root = Path(__file__).parents[2]
+    with script(tmp_path, "ready(); time.sleep(600)") as process:
+        done = subprocess.run(
+            [*command, str(process.pid)], cwd=root, capture_output=True, text=True, check=True, timeout=60
+        )
+        as_json = subprocess.run(
+            [*command, str(process.pid), "--json"], cwd=root, capture_output=True, text=True, check=True, timeout=60
+        )
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith(f"the training process (pid {process.pid}) sleeps")
+    assert any(line.split()[:4] == ["the", "training", "process", str(process.pid)] for line in lines)
+    found = json.loads(as_json.stdout)
+    assert found["verdict"]["kind"] == "sleeping"
+    assert found["processes"][0]["pid"] == process.pid
+    gone = subprocess.run(
+        [*command, str(process.pid)], cwd=root, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert gone.returncode == 1
+    assert f"no process {process.pid} in /proc" in gone.stderr
+
+
+def test_watching_needs_neither_torch_nor_zarr() -> None:
+    code = (
+        "import sys, pkgutil, importlib, hsloader.monitor as m\n"
+        "for found in pkgutil.iter_modules(m.__path__): importlib.import_module(f'hsloader.monitor.{found.name}')\n"
+        "print({'torch', 'zarr', 'numpy', 'rich', 'hsloader.reader'} & set(sys.modules))"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else to be refused")
 def test_process_of_another_user_says_what_is_hidden(tmp_path: Path) -> None:
     with script(tmp_path, "ready(); time.sleep(600)") as process:
