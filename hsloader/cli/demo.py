@@ -148,7 +148,7 @@ def _train(demo: _Demo) -> None:
             with torch.no_grad():
                 for weight in model.parameters():
                     if weight.grad is not None:
-                        weight.sub_(3.0 * weight.grad)
+                        weight.sub_(0.3 * weight.grad)
             model.zero_grad()
             losses.append(loss.item())
         stats = loader.stats()
