@@ -13,8 +13,8 @@ from hsloader.monitor.words import listed, rate_text, share_text, size_text, tim
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from hsloader.monitor.diagnosis import HostReport
     from hsloader.monitor.examine import Examination
+    from hsloader.monitor.situation import HostReport
     from hsloader.monitor.summary import FileReading, ProcessReport
 
 __all__ = ["doctor"]

@@ -12,13 +12,15 @@ from typing import Any
 
 from hsloader.errors import HsloaderError
 from hsloader.monitor.access import ProcAccess
-from hsloader.monitor.diagnosis import HostReport, Kind, Situation, Verdict, exit_text, judge
+from hsloader.monitor.diagnosis import judge
+from hsloader.monitor.faults import exit_text
 from hsloader.monitor.host import pressure_share
 from hsloader.monitor.kernel import Wait
 from hsloader.monitor.pyspy import frames_of
 from hsloader.monitor.roles import Group, Role, group_processes, is_python, roles_of
 from hsloader.monitor.samples import Observation
 from hsloader.monitor.sampling import observe
+from hsloader.monitor.situation import HostReport, Kind, Situation, Verdict
 from hsloader.monitor.summary import BusyThread, ProcessReport, summarise
 from hsloader.monitor.words import plural, rate_text, share_text, size_text
 

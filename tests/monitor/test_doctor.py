@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from hsloader.monitor.diagnosis import Kind
 from hsloader.monitor.examine import Examination, examine
 from hsloader.monitor.kernel import Wait
 from hsloader.monitor.roles import Role
+from hsloader.monitor.situation import Kind
 from tests.monitor.running import script
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="doctor reads /proc")

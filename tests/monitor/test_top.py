@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from hsloader.monitor.counters import TrainerCounter
-from hsloader.monitor.diagnosis import Kind
 from hsloader.monitor.examine import examine
 from hsloader.monitor.prometheus import exposition
 from hsloader.monitor.roles import Role
+from hsloader.monitor.situation import Kind
 from tests.monitor.making import snapshot
 from tests.monitor.running import script
 from tests.reader.making import make_dataset

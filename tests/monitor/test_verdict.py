@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from hsloader.monitor.diagnosis import HostReport, Kind, Situation, judge
+from hsloader.monitor.diagnosis import judge
 from hsloader.monitor.kernel import Wait, wait_of
 from hsloader.monitor.procfs import Syscall
 from hsloader.monitor.roles import Role, roles_of
 from hsloader.monitor.samples import GpuSample, ProcessInfo
+from hsloader.monitor.situation import HostReport, Kind, Situation
 from hsloader.monitor.summary import FileReading, ProcessReport
 
 _DISK = (254, 0)

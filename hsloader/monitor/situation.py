@@ -1,0 +1,124 @@
+"""One trainer with its workers as it was seen, and what may be said of it: the words that verdicts are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from hsloader.monitor.header import Snapshot
+from hsloader.monitor.kernel import Wait
+from hsloader.monitor.samples import GpuSample
+from hsloader.monitor.summary import ProcessReport
+
+__all__ = ["HostReport", "Kind", "Situation", "Verdict", "idle_worker", "waits_for"]
+
+
+class Kind(StrEnum):
+    """What is the matter, worst first; stable names for scripts."""
+
+    STOPPED = "stopped"
+    DEAD_WORKER = "dead-worker"
+    SHM_FULL = "shm-full"
+    STUCK_READ = "stuck-read"
+    DEADLOCK = "deadlock"
+    LOST_MESSAGE = "lost-message"
+    COMPILING = "compiling"
+    SAME_FILE = "same-file"
+    DISK = "disk"
+    READING = "reading"
+    LOADER = "loader"
+    WORKER_CPU = "worker-cpu"
+    NETWORK = "network"
+    CHILD = "child"
+    TRAINER = "trainer"
+    SLEEPING = "sleeping"
+    IDLE = "idle"
+    ENDED = "ended"
+    UNKNOWN = "unknown"
+
+    @property
+    def severity(self) -> int:
+        """Small is worse."""
+        return list(Kind).index(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One sentence with its numbers, and what would help."""
+
+    kind: Kind
+    sentence: str
+    advice: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostReport:
+    """The machine over the observation.  Sizes in bytes, rates in bytes a second, shares of one.
+
+    ``disks`` maps a disk to (busy share, bytes read a second); ``refault_rate`` is what was read again after the page
+    cache had dropped it; ``cgroup_memory`` is (limit, used without page cache, processes killed).
+    """
+
+    cpus: int = 1
+    disks: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    memory_total: int = 0
+    memory_available: int = 0
+    shm_size: int = 0
+    shm_used: int = 0
+    cgroup_memory: tuple[int, int, int] | None = None
+    refault_rate: float = 0.0
+    pressure: Mapping[str, float] = field(default_factory=dict)
+    gpus: tuple[GpuSample, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """One trainer with its workers, as the verdict sees it."""
+
+    seconds: float
+    host: HostReport
+    trainer: ProcessReport | None
+    workers: Sequence[ProcessReport] = ()
+    compilers: Sequence[ProcessReport] = ()
+    feeders: Sequence[ProcessReport] = ()
+    ring: tuple[Snapshot, Snapshot] | None = None
+    """hsloader's ring, where the trainer has one."""
+    disk_of: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    batch_size: int | None = None
+
+    @property
+    def readers(self) -> Sequence[ProcessReport]:
+        """The processes that ought to bring data: the workers, hsloader's feeder, or the trainer itself."""
+        return self.workers or self.feeders or ([self.trainer] if self.trainer else [])
+
+    @property
+    def data_wait(self) -> float | None:
+        """Share of the looks in which the trainer waited for its workers; None without trainer or workers."""
+        trainer = self.trainer
+        if trainer is None or not self.workers:
+            return None
+        share = trainer.share(Wait.PIPE)
+        share += trainer.share(Wait.POLL) if waits_for(trainer, self.workers) else 0.0
+        share += trainer.pin_wait
+        # Looks that caught it wanting a core and not having one say nothing about data.
+        starved = max(0.0, trainer.share(Wait.RUNNING) - trainer.cpu)
+        return min(1.0, share / max(1.0 - starved, 0.05))
+
+
+_IDLE = 0.05  # cores below which a process counts as idle
+
+
+def waits_for(process: ProcessReport, others: Sequence[ProcessReport]) -> bool:
+    """Whether a process polls a pipe or socket of the others; true where the kernel hides what it polls."""
+    pipes = [link for link in process.main_links if link.startswith("pipe:")]
+    if not pipes:
+        return not process.main_links or not process.peers
+    return any(pipe in other.links for pipe in pipes for other in others)
+
+
+def idle_worker(s: Situation, worker: ProcessReport) -> bool:
+    """Whether a worker only waits for the trainer to ask it for something."""
+    others = [s.trainer] if s.trainer else []
+    polls = worker.share(Wait.POLL, Wait.PIPE) >= 0.8 and waits_for(worker, others)
+    return polls and worker.cpu < _IDLE
