@@ -36,8 +36,8 @@ def hsloader_rate(dataset: Path, tokens: int) -> float:
     drop_caches(dataset)
     begun, size = time.perf_counter(), 0
     with hsloader.DataLoader(
-        dataset, trainer="speculators-0.9", max_tokens=2 * tokens, max_length=tokens, log_every=0
-    ) as loader:
+        dataset, trainer="speculators-0.9", max_tokens=2 * tokens, max_length=tokens, split="all", log_every=0
+    ) as loader:  # split="train" would read into the next epoch
         for batch in loader:
             size += state_bytes(batch)
     return size / (time.perf_counter() - begun)
