@@ -145,7 +145,8 @@ class Buffer:
     def take(self, size: int) -> Bytes:
         """The first ``size`` bytes of the buffer, a multiple of the page."""
         if len(self._memory) < size:
-            self._memory = np.frombuffer(mmap.mmap(-1, -(-size // _PAGE) * _PAGE), np.uint8)
+            private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            self._memory = np.frombuffer(mmap.mmap(-1, -(-size // _PAGE) * _PAGE, flags=private), np.uint8)
         return self._memory[:size]
 
 
