@@ -250,12 +250,15 @@ class Transfers:
         """Transfers whose end was not seen yet."""
         return len(self._memory.moving)
 
+    def check_not_capturing(self) -> None:
+        """Raise ``LoaderError`` during graph capture, before anything that CUDA forbids there (asking an event, say)."""
+        self._driver.check_not_capturing()
+
     def prepare(self) -> Parcel:
         """A parcel for a batch, kept from now on until its transfer is over.
 
         Whoever has the slot's lease hang on the parcel's life can be interrupted anywhere.
         """
-        self._driver.check_not_capturing()
         return Parcel(self._driver.current(), self._driver.event(timed=True), self._driver.event(timed=True))
 
     def send(
@@ -308,7 +311,6 @@ class Transfers:
     def hand_out(self, parcel: Parcel) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """(spans, host arrays) of a parcel on the device, for the stream that is current now."""
         driver = self._driver
-        driver.check_not_capturing()
         stream = driver.current()
         driver.wait(stream, parcel.done)
         spans, host = parcel.spans, parcel.host

@@ -179,6 +179,7 @@ class DeviceDelivery:
     def take(self, stream: BatchStream, number: int, following: int | None) -> Delivered:
         """See ``Delivery``."""
         transfers = self._begun(stream)
+        transfers.check_not_capturing()
         transfers.retire()
         sent = self._ahead.pop(number, None)
         if sent is None:

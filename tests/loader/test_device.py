@@ -87,6 +87,7 @@ class LateDriver:
         stream.queue.append(("run", work))
 
     def completed(self, event: LateEvent) -> bool:
+        assert not self.capturing, "CUDA forbids this during capture"
         if self.moves:
             self.progress()
         return event.done
@@ -228,11 +229,11 @@ def test_graph_capture_is_refused_and_costs_nothing(dataset: Dataset, driver: La
     with DataLoader(dataset, device="cuda", **PACKED) as loader:
         plan = loader.batch_sampler._generate_batches(0)
         batches = iter(loader)
+        got = [clone(next(batches))]
         driver.capturing = True
         with pytest.raises(LoaderError):
             next(batches)
         driver.capturing = False
-        got = []
         for batch in batches:
             driver.drain()
             got.append(clone(batch))
