@@ -251,7 +251,7 @@ class Transfers:
         return len(self._memory.moving)
 
     def check_not_capturing(self) -> None:
-        """Raise ``LoaderError`` during graph capture, before anything that CUDA forbids there (asking an event, say)."""
+        """Raise ``LoaderError`` during graph capture, before anything that CUDA forbids then, as asking an event."""
         self._driver.check_not_capturing()
 
     def prepare(self) -> Parcel:
