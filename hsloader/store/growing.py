@@ -56,6 +56,8 @@ class Shards:
             self._seal_first()
 
     def seal(self) -> list[ShardRecord]:
+        if not self._records and len(self._open) == 1:
+            self.slots = self._open[0].trim()  # the only shard: a small dataset is not mostly empty index
         while self._open:
             self._seal_first()
         return self._records

@@ -165,6 +165,13 @@ class ShardWriter:
         self._index[mark.count :] = ABSENT
         del self._crcs[mark.count :]
 
+    def trim(self) -> int:
+        """Leave room for no more chunks than are held, so that the index has no empty slots; how many those are."""
+        if self.count:
+            self._slots = self.count
+            self._index = self._index[: self._slots]
+        return self._slots
+
     def seal(self, fsync: bool = True) -> ShardRecord:
         """Write the index, close the file and describe it.  ``fsync`` forces the bytes to the disk first."""
         if self._unsynced is not None:

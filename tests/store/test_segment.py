@@ -43,6 +43,20 @@ def test_every_chunk_that_holds_rows_is_in_the_index_and_no_other(tmp_path: Path
         assert held == -(-entry.rows // array.chunk_rows)
 
 
+def test_the_only_shard_of_an_array_has_no_empty_slots(tmp_path: Path) -> None:
+    fields = (Field(name="states", dtype="float16", shape=(256,)), Field(name="ids", dtype="int32"))
+    layout = RowLayout(alignment=16, chunk_rows={"states": 16, "ids": 64}, shard_bytes=32 << 10)
+    sample = {"states": np.ones((40, 256), "<f2"), "ids": np.arange(40, dtype="<i4")}
+    for count, shards, slots in ((1, 1, 3), (2, 2, 4)):
+        path = tmp_path / str(count)
+        with SegmentWriter(path, fields, layout) as writer:
+            fill_segment(writer, [sample] * count, fields)
+            array = Segment(path, writer.seal()).array("states")
+        assert (array.shards, array.shard_chunks) == (shards, slots)
+        document = json.loads((path / "states" / "zarr.json").read_bytes())
+        assert document["chunk_grid"]["configuration"]["chunk_shape"] == [slots * 16, 256]
+
+
 def test_samples_start_at_multiples_of_the_alignment_and_of_64_bytes(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     entry = _write(tmp_path / "s", [random_sample(rng, n) for n in (5, 33, 16, 1)])
