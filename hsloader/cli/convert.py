@@ -66,9 +66,12 @@ def convert(
     num_layers: Annotated[int | None, typer.Option(metavar="N", help="Decoder layers of the model.")] = None,
     vocab_size: Annotated[int | None, typer.Option(metavar="V", help="Refuse ids that are not below it.")] = None,
     note: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Kept in the manifest; repeatable.")] = None,
-    codec: Annotated[str, typer.Option(metavar="lossless|none", help="none: larger, and mappable as it is.")] = (
-        "lossless"
-    ),
+    codec: Annotated[
+        str,
+        typer.Option(
+            metavar="lossless|none|fp8", help="none: larger, and mappable as it is; fp8: LOSSY, states of 8 bits."
+        ),
+    ] = "lossless",
     bf16_as: Annotated[
         str, typer.Option(metavar="bfloat16|uint16", help="uint16: for zarr readers without bfloat16.")
     ] = "bfloat16",
@@ -297,6 +300,10 @@ def _findings(report: ConversionReport) -> list[tuple[str, str]]:
             and f"{_some(report.unsupervised_samples, 'sample')} have no supervised token (kept)",
         ),
         ("trimmed", _some(report.trimmed_samples, "sample")),
+        *(
+            ("lossy", f"{name} is fp8: restored it differs by {loss.mean:.2%} on average, {loss.max:.2%} at most")
+            for name, loss in report.loss.items()
+        ),
         *(
             ("left out", f"{output.printable(what)} ({output.count(n, 'sample')})")
             for what, n in report.left_out.items()

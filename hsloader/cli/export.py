@@ -47,6 +47,8 @@ def export(
         f"in {output.duration_text(report.seconds)} ({rate})",
         style="good",
     )
+    for note in report.notes:
+        output.line(output.printable(note))
     if report.renamed:
         name, file = next(iter(report.renamed.items()))
         output.line(

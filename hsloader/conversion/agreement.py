@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from hsloader.conversion.fp8 import with_fp8_states
 from hsloader.conversion.report import Quarantined
 from hsloader.errors import ConversionError, IncompatibleError
 from hsloader.formats.layouts import LAYOUTS
-from hsloader.formats.source import FieldSpec, SampleSource
+from hsloader.formats.source import SampleSource
 from hsloader.store.fields import Field
 
 __all__ = ["LEAST_SHARE", "Agreement", "Kind", "agree", "field_text", "fields_of", "kind_text", "kinds_of"]
@@ -32,8 +33,8 @@ class Agreement:
     refused: tuple[Quarantined, ...]
 
 
-def agree(samples: Sequence[SampleSource], fields: Sequence[Field] | None = None) -> Agreement:
-    """Split ``samples`` by the most frequent kind, or by the fields of the dataset they are to join.
+def agree(samples: Sequence[SampleSource], codec: str = "lossless", fields: Sequence[Field] | None = None) -> Agreement:
+    """Split ``samples`` by the most frequent kind; ``fields`` are those of the dataset they are to join.
 
     Raises ``ConversionError`` with the groups if fewer than 90 % agree, ``IncompatibleError`` if what they agree on
     is not what the dataset has.
@@ -42,42 +43,40 @@ def agree(samples: Sequence[SampleSource], fields: Sequence[Field] | None = None
     (kind, count), *_ = groups.most_common(1)
     if count < LEAST_SHARE * len(samples):
         raise ConversionError(_disagreement(samples, groups))
+    agreed = tuple(sample for sample in samples if kind_of(sample) == kind)
     if fields is not None:
-        _demand_same_fields(kind, fields)
+        _demand_same_fields(fields_of(agreed[:1], codec), fields)
     refused = [
         Quarantined(sample.name, _difference(kind_of(sample), kind, count / len(samples)))
         for sample in samples
         if kind_of(sample) != kind
     ]
-    return Agreement(tuple(sample for sample in samples if kind_of(sample) == kind), tuple(refused))
+    return Agreement(agreed, tuple(refused))
 
 
 def fields_of(samples: Sequence[SampleSource], codec: str) -> tuple[Field, ...]:
-    """The dataset's fields for samples that agree, the usual ones first; ``source_dtype`` is the most frequent one."""
+    """The dataset's fields for samples that agree, the usual ones first; ``source_dtype`` is the most frequent one.
+
+    ``ValueError`` if the codec cannot be used for them.
+    """
     by_name = {spec.name: spec for spec in samples[0].specs}
     sources: dict[str, Counter[str]] = {name: Counter() for name in by_name}
     for sample in samples:
         for spec in sample.specs:
             sources[spec.name][spec.source_dtype] += 1
     order = [*(name for name in _USUAL_ORDER if name in by_name), *sorted(set(by_name) - set(_USUAL_ORDER))]
-    return tuple(
+    fields = tuple(
         Field(
             name=name,
             dtype=by_name[name].dtype,
             shape=by_name[name].shape,
-            codec=codec,
+            codec="lossless" if codec == "fp8" else codec,
             source_dtype=sources[name].most_common(1)[0][0],
-            scale=_scale_of(by_name[name], by_name),
+            scale=by_name[name].scale,
         )
         for name in order
     )
-
-
-def _scale_of(spec: FieldSpec, there: Mapping[str, FieldSpec]) -> str | None:
-    """The field with the scales of an fp8 field: its own, or that of all states together."""
-    if not spec.dtype.startswith("float8"):
-        return None
-    return next((name for name in (f"{spec.name}_scale", "hidden_states_scale") if name in there), None)
+    return with_fp8_states(fields) if codec == "fp8" else fields
 
 
 def kinds_of(samples: Sequence[SampleSource]) -> Counter[Kind]:
@@ -124,9 +123,9 @@ def _difference(kind: Kind, usual: Kind, share: float) -> str:
     return "not as the rest: " + "; ".join(parts)
 
 
-def _demand_same_fields(kind: Kind, fields: Sequence[Field]) -> None:
-    there = {field.name: (field.dtype, field.shape) for field in fields}
-    here = {name: (dtype, shape) for name, dtype, shape in kind[1]}
+def _demand_same_fields(new: Sequence[Field], present: Sequence[Field]) -> None:
+    there = {field.name: (field.dtype, field.shape) for field in present}
+    here = {field.name: (field.dtype, field.shape) for field in new}
     states_differ = any(
         there.get(name, ("", ()))[1] != here.get(name, ("", ()))[1]
         or (not _is_narrowed(name) and there.get(name) != here.get(name))

@@ -73,7 +73,8 @@ def convert(
     below ``src`` is changed unless ``delete_source`` asks for it.  ``on_plan`` is given the plan before anything is
     written, ``progress`` is called several times a second; what either raises ends the run.  ``dry_run`` plans only.
 
-    What decides the bytes (a rerun must agree): ``codec`` ``"lossless"`` or ``"none"``; ``bf16_as`` ``"bfloat16"`` or
+    What decides the bytes (a rerun must agree): ``codec`` ``"lossless"``, ``"none"`` or ``"fp8"`` (lossy: states
+    as float8_e4m3fn with a scale a token, see ``ConversionReport.loss``); ``bf16_as`` ``"bfloat16"`` or
     ``"uint16"`` (for zarr readers that know no bfloat16); ``segment_size`` raw bytes (default 8 GiB, or the total /
     4096); ``typical_length`` tokens (default: the median) chooses the chunks; ``trim_padding`` cuts the tail of ids 0
     and mask 0 that some producers leave.

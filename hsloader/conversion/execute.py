@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hsloader._launch import LaunchUnavailableError
+from hsloader.conversion.fp8 import source_row_bytes
 from hsloader.conversion.journal import Journal, Settled
 from hsloader.conversion.plan import Plan, PlannedSegment
 from hsloader.conversion.planning import hints_of, layout_of
@@ -154,7 +155,11 @@ class Execution:
             return False
         entry, meta = placed
         settled = self._state.settled.get(work.segment.number)
-        ours = meta.source == _mark(work.segment) and settled is not None and settled.digest == entry.digest
+        ours = (
+            (meta.source or {}).items() >= _mark(work.segment).items()
+            and settled is not None
+            and settled.digest == entry.digest
+        )
         if not ours or (self._settings.read_back and not (settled is not None and settled.read_back)):
             self._root.discard(work.segment.number)
             return False
@@ -212,7 +217,7 @@ class Execution:
                     [work.entry], work.plan.fields, work.plan.provenance, allow_unknown=self._settings.allow_unknown
                 )
                 self._state.listed[work.segment.number] = work.entry
-                self._count(work.entry)
+                self._count(work.plan, work.entry)
             work.release.close()
             reasons = self._reasons(work)
             self._state.count(work.segment, reasons)
@@ -227,12 +232,12 @@ class Execution:
         assert work.entry is not None
         return quarantined_in(Segment(self._root.path, work.entry))
 
-    def _count(self, entry: SegmentEntry) -> None:
+    def _count(self, plan: Plan, entry: SegmentEntry) -> None:
         totals = self.totals
         totals.segments += 1
         totals.samples += entry.samples
         totals.tokens += entry.tokens
-        totals.raw_bytes += entry.raw_bytes
+        totals.raw_bytes += entry.tokens * source_row_bytes(plan.fields)
         totals.stored_bytes += entry.stored_bytes
 
     def _say(self) -> None:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from hsloader.conversion.fp8 import is_encoded, made_scales, restored_bits, source_row_bytes
 from hsloader.conversion.report import Progress, ProgressCallback
 from hsloader.conversion.space import demand_space
 from hsloader.errors import ConversionError
 from hsloader.formats.writing import WRITABLE, sample_writer
 from hsloader.store.dataset import Dataset, open_dataset
 from hsloader.store.fields import Field
+
+Bits = np.ndarray[Any, Any]
 
 __all__ = ["ExportReport", "export"]
 
@@ -23,7 +28,8 @@ __all__ = ["ExportReport", "export"]
 class ExportReport:
     """What ``export`` wrote: ``samples`` of ``raw_bytes`` in ``layout`` below ``destination``.
 
-    ``renamed``: samples whose file could not have their name, with the file's.
+    ``renamed``: samples whose file could not have their name, with the file's; ``notes``: what is not as the sources
+    had it.
     """
 
     source: str
@@ -33,6 +39,7 @@ class ExportReport:
     raw_bytes: int
     seconds: float
     renamed: Mapping[str, str]
+    notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON values."""
@@ -49,6 +56,7 @@ def export(
     """Write every sample of the dataset at ``dst`` as a producer's file below ``out``, a folder of its own.
 
     Keys, dtypes, shapes and values are those that the layout's files have; ``layout`` defaults to that of the sources.
+    States that the codec fp8 rounded are written in the source's dtype, with the values that a loader restores.
     Rows that were trimmed and fields that were left out by the conversion are not in the dataset and do not come back.
     ``progress`` is told the raw bytes.  Raises ``ValueError`` for a layout that cannot be written or cannot hold what
     the dataset has, ``ConversionError`` if ``out`` is not empty or too small, ``DamageError`` for damaged samples.
@@ -59,7 +67,7 @@ def export(
         chosen = _layout(dataset, layout)
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise ConversionError(f"{target}: expected an empty folder or nothing; choose another one for the export")
-        total = dataset.manifest.raw_bytes
+        total = int(dataset.lengths.sum()) * source_row_bytes(dataset.fields.values())
         demand_space(total, target, can_delete=False)
         target.mkdir(parents=True, exist_ok=True)
         done = 0
@@ -68,7 +76,7 @@ def export(
             for i in range(len(dataset)):
                 name = dataset.name(i)
                 fields = _fields_of(dataset, i)
-                values = {field: dataset.read(i, field) for field in fields}
+                values, fields = _restored({field: dataset.read(i, field) for field in fields}, fields)
                 written = writer.write(name, values, fields, dataset.extras(i))
                 if written != name:
                     renamed[name] = written
@@ -84,6 +92,7 @@ def export(
             raw_bytes=done,
             seconds=time.monotonic() - began,
             renamed=renamed,
+            notes=_notes(dataset),
         )
 
 
@@ -94,6 +103,27 @@ def _layout(dataset: Dataset, layout: str | None) -> str:
         what = f"the layout {layout!r}" if layout else f"the sources' layout ({known or 'not recorded'})"
         raise ValueError(f"{what} is not one that can be written; give one of {', '.join(WRITABLE)}")
     return chosen
+
+
+def _restored(values: Mapping[str, Bits], fields: Mapping[str, Field]) -> tuple[dict[str, Bits], dict[str, Field]]:
+    """A sample without what the codec fp8 made of it: states in the source's dtype, no scales."""
+    made = made_scales(fields.values())
+    kept = {name: field for name, field in fields.items() if name not in made}
+    found = {name: values[name] for name in kept}
+    for name, field in kept.items():
+        if is_encoded(field):
+            assert field.scale is not None
+            assert field.source_dtype is not None
+            found[name] = restored_bits(values[name], values[field.scale], field.source_dtype)
+            kept[name] = replace(field, dtype=field.source_dtype, scale=None)
+    return found, kept
+
+
+def _notes(dataset: Dataset) -> tuple[str, ...]:
+    rounded = [field.name for field in dataset.fields.values() if is_encoded(field)]
+    if not rounded:
+        return ()
+    return (f"{', '.join(rounded)}: rounded to fp8 by the conversion; written are the restored values",)
 
 
 def _fields_of(dataset: Dataset, i: int) -> dict[str, Field]:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hsloader.conversion.execute import Totals
+from hsloader.conversion.fp8 import Loss, combined, is_encoded
 from hsloader.conversion.journal import Journal, quarantine_lines
 from hsloader.conversion.plan import Plan
 from hsloader.conversion.planning import nothing_to_convert
@@ -25,6 +26,7 @@ from hsloader.store.files import replace_file
 from hsloader.store.packed import read_tables
 from hsloader.store.publish import Root
 from hsloader.store.samples import COLUMNS, FLAGS
+from hsloader.store.stored_segment import Segment
 
 __all__ = ["QUARANTINE_NAME", "clear_unlisted", "finish", "report_of"]
 
@@ -111,6 +113,7 @@ def report_of(
         trimmed_samples=int(np.count_nonzero(flags & FLAGS["trimmed"])),
         left_out=summary.left_out,
         notes=tuple(dict.fromkeys([*counted(state.plans), *summary.notes])),
+        loss=_losses(root, state),
         deleted=Deleted(
             sum(d.files for d in deleted),
             sum(d.bytes for d in deleted),
@@ -123,6 +126,17 @@ def report_of(
 
 def _in_order(state: State) -> list[Quarantined]:
     return sorted(state.quarantined.values(), key=lambda item: natural_key(item.name))
+
+
+def _losses(root: Root, state: State) -> dict[str, Loss]:
+    """What the segments' metadata says of the fields that were made fp8."""
+    if state.manifest is None or not any(is_encoded(field) for field in state.manifest.fields):
+        return {}
+    found = []
+    for entry in state.listed.values():
+        source = Segment(root.path, entry).meta.source or {}
+        found.append((entry.tokens, {name: Loss(**loss) for name, loss in source.get("loss", {}).items()}))
+    return combined(found)
 
 
 def _columns(path: Path, state: State) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

@@ -17,10 +17,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hsloader.conversion.checks import ChunkCheck, StateCheck
-from hsloader.conversion.digests import rows_digest
+from hsloader.conversion.checks import ChunkCheck
+from hsloader.conversion.chunks import ChunkEncoder, EncodedChunk, chunk_memory
+from hsloader.conversion.fp8 import LossSum
 from hsloader.formats.source import RowBuffer
-from hsloader.store.codec import Codec, Encoder
+from hsloader.store.codec import Codec
 from hsloader.store.fields import Field
 
 __all__ = ["EncodedSample", "Pipeline", "SegmentSink"]
@@ -28,7 +29,7 @@ __all__ = ["EncodedSample", "Pipeline", "SegmentSink"]
 Bits = np.ndarray[Any, Any]
 
 _BYTES_IN_FLIGHT = 192 << 20  # of source rows
-_SLOTS_BYTES = 512 << 20  # of all slots together: source rows, and an encoder's two chunks for each field
+_SLOTS_BYTES = 512 << 20  # of all slots together: source rows, and what the encoders of each field hold
 _KEPT_CHUNKS = 4  # a slot keeps memory for so many chunks: rows of interleaved layers span as much
 
 
@@ -46,7 +47,7 @@ class EncodedSample:
     """What became known of one sample's states on the way; complete when its end is settled.
 
     ``digests`` holds for each state field the digest of each chunk's rows, ``widths`` the widths of the arrays that
-    the rows came in (a digest runs over them one after another).
+    the rows came in (a digest runs over them one after another).  ``losses`` are those of fields made fp8.
     """
 
     name: str
@@ -57,6 +58,13 @@ class EncodedSample:
     zero_rows: int = 0
     digests: dict[str, list[int]] = field(default_factory=dict)
     widths: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    losses: dict[str, LossSum] = field(default_factory=dict)
+    _scales: dict[str, list[Bits]] = field(default_factory=dict)
+
+    @property
+    def scales(self) -> dict[str, Bits]:
+        """For fields made fp8: the scales, float32 ``[length]``, by the field's name."""
+        return {name: np.concatenate(scales) for name, scales in self._scales.items()}
 
     def problem(self) -> str | None:
         """Why the sample is not to be kept, or None."""
@@ -68,14 +76,22 @@ class EncodedSample:
             "training on them destroys a model, so the sample is left out"
         )
 
-    def add(self, name: str, start: int, check: ChunkCheck, digest: int) -> None:
+    def add(self, name: str, start: int, chunk: EncodedChunk) -> None:
         """Take in one chunk, which begins at token ``start``."""
+        self.count(name, start, chunk.check)
+        self.digests.setdefault(name, []).append(chunk.digest)
+        self.widths.setdefault(name, chunk.widths)
+        if chunk.fp8 is not None:
+            self._scales.setdefault(name, []).append(chunk.fp8.scale)
+            self.losses.setdefault(name, LossSum()).add(chunk.fp8.loss)
+
+    def count(self, name: str, start: int, check: ChunkCheck) -> None:
+        """Take in what was found in rows that begin at token ``start``."""
         self.nans += check.nans
         self.infinities += check.infinities
         if check.first_row >= 0 and self.first_bad is None:
             self.first_bad = (name, start + check.first_row)
         self.zero_rows += check.zero_rows
-        self.digests.setdefault(name, []).append(digest)
 
 
 class _Slot:
@@ -85,14 +101,7 @@ class _Slot:
 
     def __init__(self) -> None:
         self.buffer = RowBuffer()
-        self.encoders: dict[str, Encoder] = {}
-
-    def encoder(self, name: str, codec: Codec) -> Encoder:
-        """This slot's encoder of a field; its last frame lives until the slot is used again."""
-        made = self.encoders.get(name)
-        if made is None:
-            made = self.encoders[name] = codec.encoder()
-        return made
+        self.encoders: dict[str, ChunkEncoder] = {}
 
 
 @dataclass(slots=True)
@@ -100,7 +109,7 @@ class _Chunk:
     slot: _Slot
     field_name: str
     start: int
-    work: Future[tuple[ChunkCheck, int, memoryview]]
+    work: Future[EncodedChunk]
 
 
 @dataclass(slots=True)
@@ -122,12 +131,11 @@ class Pipeline:
     def __init__(self, sink: SegmentSink, fields: Sequence[Field], threads: int, *, digest: bool) -> None:
         self._sink = sink
         self._digest = digest
-        self._checks = {f.name: StateCheck(f.dtype, f.type.bits) for f in fields}
         self._codecs: Mapping[str, Codec] = {f.name: sink.codec(f.name) for f in fields}
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="hsloader-encode")
-        chunks = [codec.chunk_bytes for codec in self._codecs.values()]
-        self._kept = _KEPT_CHUNKS * max(chunks, default=0)
-        slot_bytes = max(1, self._kept + 2 * sum(chunks))
+        memory = [chunk_memory(codec) for codec in self._codecs.values()]
+        self._kept = _KEPT_CHUNKS * max((read for read, _ in memory), default=0)
+        slot_bytes = max(1, self._kept + sum(encoding for _, encoding in memory))
         self._free = [_Slot() for _ in range(max(threads + 1, min(2 * threads + 1, _SLOTS_BYTES // slot_bytes)))]
         self._steps: deque[_Begin | _Chunk | _End] = deque()
         self._bytes = 0
@@ -161,7 +169,6 @@ class Pipeline:
     def put(self, name: str, start: int, parts: Sequence[Bits]) -> None:
         """Check and encode rows of a field, ``parts`` side by side; they lie in the memory ``buffer`` gave."""
         assert self._open is not None
-        self._open.widths.setdefault(name, tuple(part.shape[1] for part in parts))
         slot = self._free.pop()
         self._bytes += slot.buffer.nbytes
         self._steps.append(_Chunk(slot, name, start, self._pool.submit(self._work, slot, name, parts)))
@@ -171,11 +178,12 @@ class Pipeline:
         self._open = None
         self._steps.append(_End(settle))
 
-    def _work(self, slot: _Slot, name: str, parts: Sequence[Bits]) -> tuple[ChunkCheck, int, memoryview]:
+    def _work(self, slot: _Slot, name: str, parts: Sequence[Bits]) -> EncodedChunk:
         """In a thread: everything that touches the rows, one after another while they are in the cache."""
-        check = self._checks[name](parts)
-        digest = rows_digest(parts) if self._digest else 0
-        return check, digest, slot.encoder(name, self._codecs[name]).encode(parts)
+        encoder = slot.encoders.get(name)
+        if encoder is None:
+            encoder = slot.encoders[name] = ChunkEncoder(self._codecs[name], digest=self._digest)
+        return encoder(parts)
 
     def _settle(self) -> None:
         """Bring the oldest step to its end."""
@@ -190,10 +198,10 @@ class Pipeline:
             self._settling = None
             step.settle(sample)
             return
-        check, digest, frame = step.work.result()
-        sample.add(step.field_name, step.start, check, digest)
+        chunk = step.work.result()
+        sample.add(step.field_name, step.start, chunk)
         if sample.first_bad is None:
-            self._sink.append(step.field_name, frame)
+            self._sink.append(step.field_name, chunk.frame)
         self._bytes -= step.slot.buffer.nbytes
         if step.slot.buffer.nbytes > self._kept:  # grown for a source whose rows lie far apart
             step.slot.buffer = RowBuffer()

@@ -185,7 +185,7 @@ class _Kind:
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> _Kind:
-        specs = tuple(FieldSpec(name, dtype, tuple(shape), source) for name, dtype, shape, source in value["specs"])
+        specs = tuple(FieldSpec(name, dtype, tuple(shape), *rest) for name, dtype, shape, *rest in value["specs"])
         left_out = tuple((name, why) for name, why in value["left_out"])
         return cls(value["layout"], specs, left_out, value["gzip"], value["folder"])
 
@@ -213,7 +213,7 @@ class _Tables:
             self.kinds.append(
                 {
                     "layout": kind.layout,
-                    "specs": [[s.name, s.dtype, list(s.shape), s.source_dtype] for s in kind.specs],
+                    "specs": [[s.name, s.dtype, list(s.shape), s.source_dtype, s.scale] for s in kind.specs],
                     "left_out": [list(item) for item in kind.left_out],
                     "gzip": kind.gzip,
                     "folder": kind.folder,

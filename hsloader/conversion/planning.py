@@ -88,7 +88,7 @@ def make_plan(
     if samples:
         _demand_new_names(described, present_names)
         try:
-            agreed = agree(samples, present_fields)
+            agreed = agree(samples, settings.codec, present_fields)
         except ConversionError as error:
             raise ConversionError("\n".join([str(error), *_bad_lines(bad)])) from None
         samples, refused = agreed.samples, [*bad, *agreed.refused]

@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from hsloader.conversion.checks import StateCheck
-from hsloader.conversion.digests import rows_digest
+from hsloader.conversion.chunks import ChunkEncoder
+from hsloader.conversion.fp8 import Loss, LossSum, source_dtype
 from hsloader.errors import SourceError
 from hsloader.formats.casting import as_numbers
 from hsloader.formats.source import Hints, OpenSample, RowBuffer, SampleSource, open_sample
 from hsloader.store.codec import Codec
+from hsloader.store.dtypes import dtype_of
 from hsloader.store.fields import Field
 from hsloader.store.layout import RowLayout
 
@@ -57,12 +58,14 @@ class NormProbe:
 
 @dataclass(slots=True)
 class Probe:
-    """``ratios``: raw bytes for each stored byte, by field.  ``rate``: raw bytes a second of one core, end to end.
+    """``ratios``: raw bytes for each stored byte, by field.  ``losses``: of fields made fp8, by field.
+    ``rate``: the source's bytes a second of one core, end to end.
 
     ``token_dtypes``: token fields whose planned type does not hold most samples' values, and the type that does.
     """
 
     ratios: dict[str, float] = field(default_factory=dict)
+    losses: dict[str, Loss] = field(default_factory=dict)
     rate: float = _USUAL_RATE
     token_dtypes: dict[str, str] = field(default_factory=dict)
     norm: NormProbe = field(default_factory=NormProbe)
@@ -96,6 +99,8 @@ class _Measuring:
         self._layout = layout
         self._raw: Counter[str] = Counter()
         self._stored: Counter[str] = Counter()
+        self._losses: dict[str, LossSum] = {}
+        self._read = 0
         self._seconds = 0.0
         self._votes: Counter[tuple[str, str]] = Counter()
         self._opened = 0
@@ -111,8 +116,9 @@ class _Measuring:
             if state.is_token_field:
                 continue
             self._encode_some(opened, state)
-            if state.name == "last_hidden_state" and not state.dtype.startswith("float8"):
-                self._norms.append(_row_norms(opened, state.name, state.dtype))
+            dtype = source_dtype(state)
+            if state.name == "last_hidden_state" and not dtype.startswith("float8"):
+                self._norms.append(_row_norms(opened, state.name, dtype))
 
     def result(self) -> Probe:
         """What the samples said together."""
@@ -123,24 +129,30 @@ class _Measuring:
             elif state.is_token_field:
                 probe.ratios[state.name] = _TOKEN_RATIO if state.codec == "lossless" else 1.0
         if self._seconds > 0:
-            probe.rate = sum(self._raw.values()) / self._seconds
+            probe.rate = self._read / self._seconds
+        probe.losses = {name: loss.loss() for name, loss in self._losses.items()}
         probe.norm = _norm_of(self._norms)
         return probe
 
     def _encode_some(self, opened: OpenSample, state: Field) -> None:
         rows = self._layout.chunk_rows[state.name]
         codec = Codec(state, rows)
-        encoder, check, buffer = codec.encoder(), StateCheck(state.dtype, state.type.bits), RowBuffer()
-        length = opened.sample.length
-        encoder.encode([np.zeros((0, state.width), state.type.bits)])  # the first call pays for fresh memory
+        encoder, buffer, length = ChunkEncoder(codec, digest=True), RowBuffer(), opened.sample.length
+        encoder(
+            [np.zeros((1, state.width), dtype_of(source_dtype(state)).bits)]
+        )  # the first call pays for fresh memory
         began = time.perf_counter()
         for start in range(0, min(length, _CHUNKS * rows), rows):
             stop = min(start + rows, length)
             parts = opened.rows(state.name, start, stop, buffer)
-            check(parts)
-            rows_digest(parts)
-            self._stored[state.name] += len(encoder.encode(parts))
+            chunk = encoder(parts)
+            self._read += sum(part.nbytes for part in parts)
+            if not chunk.frame:  # values that are not finite
+                continue
+            self._stored[state.name] += len(chunk.frame)
             self._raw[state.name] += (stop - start) * state.row_bytes
+            if chunk.fp8 is not None:
+                self._losses.setdefault(state.name, LossSum()).add(chunk.fp8.loss)
         self._seconds += time.perf_counter() - began
 
 

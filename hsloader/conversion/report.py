@@ -7,9 +7,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from hsloader.conversion.fp8 import Loss
 from hsloader.formats.discover import Skipped
 
-__all__ = ["ConversionReport", "Deleted", "PlanSummary", "Progress", "ProgressCallback", "Quarantined", "Skipped"]
+__all__ = [
+    "ConversionReport",
+    "Deleted",
+    "Loss",
+    "PlanSummary",
+    "Progress",
+    "ProgressCallback",
+    "Quarantined",
+    "Skipped",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +108,8 @@ class ConversionReport:
     ``converted`` in this run, ``present`` from earlier ones.  ``raw_bytes`` and ``stored_bytes`` are this run's,
     ``seconds`` its wall time.  ``zero_state_samples`` have a token whose state is all zero, ``unsupervised_samples``
     have a mask without a supervised token; both are in the dataset.  ``left_out`` counts samples by field that stays
-    behind ("name: reason"), ``notes`` are anomalies in words.
+    behind ("name: reason"), ``notes`` are anomalies in words.  ``loss``: of each field that the codec fp8
+    made, over all samples of the dataset.
     """
 
     source: str
@@ -120,6 +131,7 @@ class ConversionReport:
     trimmed_samples: int = 0
     left_out: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    loss: Mapping[str, Loss] = field(default_factory=dict)
     deleted: Deleted = Deleted()
     fingerprint: str = ""
     plan: PlanSummary | None = None

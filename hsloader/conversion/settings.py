@@ -13,7 +13,7 @@ DEFAULT_SEGMENT_BYTES = 8 << 30
 SEGMENTS_AT_MOST = 4096  # a segment is at least total / 4096, so that opening a dataset stays quick
 _SMALLEST_SEGMENT = 1 << 20
 
-_CODECS = ("lossless", "none")
+_CODECS = ("lossless", "none", "fp8")
 _BF16 = ("bfloat16", "uint16")
 _NORM_STATES = ("pre", "post", "unknown")
 
@@ -66,9 +66,12 @@ class ConvertSettings:
         if self.delete_source and not self.read_back:
             raise ValueError("delete_source needs read_back: nothing is removed that was not read back equal")
         if self.lossy and self.delete_source is True:
+            what = (
+                "codec fp8 rounds the states" if self.codec == "fp8" else "trim_padding leaves rows of the source out"
+            )
             raise ValueError(
-                "trim_padding leaves rows of the source out, so deleting it cannot be undone; "
-                "ask for it as delete_source='lossy', or leave delete_source out"
+                f"{what}, so deleting the source cannot be undone; ask for it as delete_source='lossy', or leave "
+                "delete_source out"
             )
 
     @classmethod
@@ -84,7 +87,7 @@ class ConvertSettings:
     @property
     def lossy(self) -> bool:
         """Whether something of the source is left out on purpose."""
-        return self.trim_padding
+        return self.trim_padding or self.codec == "fp8"
 
     def identity(self) -> dict[str, Any]:
         """What decides the bytes of the segments, as JSON values: a rerun must agree in all of it."""

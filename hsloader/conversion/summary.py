@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hsloader.conversion.agreement import field_text
+from hsloader.conversion.fp8 import source_row_bytes
 from hsloader.conversion.plan import Plan, PlannedSegment, file_of
 from hsloader.conversion.probe import Probe
 from hsloader.conversion.provenance import advice
@@ -44,7 +45,7 @@ def summarize(
     # A gzip file is inflated beside the destination while it is read.
     inflated = max((s.payload_bytes for s in samples if s.gzip), default=0)
     needed = peak_bytes(sizes if deletes else [SegmentSize(s.stored) for s in sizes], workers)
-    raw = sum(s.length * sum(f.row_bytes for f in plan.fields) for plan, segment in pending for s in segment.samples)
+    raw = sum(s.length * source_row_bytes(plan.fields) for plan, segment in pending for s in segment.samples)
     stored = sum(size.stored for size in sizes)
     plan = (pending[-1][0] if pending else plans[-1]) if plans else None
     seconds = raw / (probe.rate * min(cores(), workers * threads)) * (_READ_BACK_COST if settings.read_back else 1.0)
@@ -78,10 +79,19 @@ def summarize(
         left_out=dict(sum((Counter(p.left_out) for p in plans), Counter())),
         notes=(
             *counted(plans),
+            *_losses(probe),
             *(advice(plan.provenance, list(plan.layouts), probe.norm.suggestion) if plan is not None else ()),
             *notes,
         ),
     )
+
+
+def _losses(probe: Probe) -> list[str]:
+    return [
+        f"codec fp8 is lossy: {name} restored differs by {loss.mean:.2%} on average, {loss.max:.2%} at most "
+        "(of a token's norm, in the samples measured)"
+        for name, loss in sorted(probe.losses.items())
+    ]
 
 
 def counted(plans: Sequence[Plan]) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy as np
 from hsloader.conversion.checks import StateCheck, check_ids
 from hsloader.conversion.digests import rows_digest
 from hsloader.conversion.flusher import Flusher
+from hsloader.conversion.fp8 import LossSum, is_encoded
 from hsloader.conversion.pipeline import EncodedSample, Pipeline
 from hsloader.conversion.readback import Expected, read_back
 from hsloader.conversion.report import Quarantined
@@ -92,6 +93,8 @@ class _Conversion:
         self._report = report
         self._result = SegmentResult(number=task.number)
         self._reasons: dict[str, str] = {}
+        self._losses = {f.name: LossSum() for f in task.fields if is_encoded(f)}
+        self._scales = {f.name: f.scale for f in task.fields if f.scale is not None and is_encoded(f)}
         self._expected: list[Expected] = []
         self._progress = TaskProgress()
         self._told = 0.0
@@ -119,7 +122,7 @@ class _Conversion:
             result.quarantined = [*task.refused, *found]
             if writer.samples:
                 result.entry = writer.seal(
-                    [{"name": q.name, "reason": q.reason} for q in result.quarantined], task.source
+                    [{"name": q.name, "reason": q.reason} for q in result.quarantined], self._source()
                 )
         result.seconds["convert"] = time.monotonic() - began
         if result.entry is not None and task.read_back:
@@ -128,6 +131,12 @@ class _Conversion:
             result.seconds["read_back"] = time.monotonic() - began
         self._report(self._progress)
         return result
+
+    def _source(self) -> dict[str, Any] | None:
+        """What the segment's metadata keeps: the task's mark, and the loss of fields made fp8."""
+        if not self._losses:
+            return self._task.source
+        return {**(self._task.source or {}), "loss": {name: asdict(s.loss()) for name, s in self._losses.items()}}
 
     def _feed(self, writer: SegmentWriter, pipeline: Pipeline, sample: SampleSource) -> None:
         """Read one sample into the pipeline; what is wrong with it is known at its end at the latest."""
@@ -177,20 +186,21 @@ class _Conversion:
     def _settle(self, writer: SegmentWriter, taken: _Taken, encoded: EncodedSample, reason: str | None) -> None:
         """All chunks of the sample are written: commit it, or roll it back with the reason."""
         for name, check in self._token_checks.items():
-            bits = taken.tokens[name].reshape(encoded.length, -1)
-            encoded.add(name, 0, check([bits]), 0)
+            if name in taken.tokens:
+                encoded.count(name, 0, check([taken.tokens[name].reshape(encoded.length, -1)]))
         reason = reason or encoded.problem()
         if reason is not None:
             writer.rollback()
             self._quarantine(taken.source, reason)
             return
-        mask = taken.tokens.get("loss_mask")
+        tokens = {**taken.tokens, **{self._scales[name]: scales for name, scales in encoded.scales.items()}}
+        mask = tokens.get("loss_mask")
         loss_tokens, first_supervised = (-1, -1) if mask is None else mask_counts(mask, self._token_dtypes["loss_mask"])
         flags = FLAGS["all_zero_states"] * bool(encoded.zero_rows) | FLAGS["trimmed"] * taken.trimmed
         extras: dict[str, Any] = dict(taken.extras)
         try:
             writer.commit(
-                taken.tokens,
+                tokens,
                 loss_tokens=loss_tokens,
                 first_supervised=first_supervised,
                 flags=flags,
@@ -201,8 +211,10 @@ class _Conversion:
             self._quarantine(taken.source, str(error))
             return
         self._advance(taken.source.payload_bytes, samples=1)
+        for name, loss in encoded.losses.items():
+            self._losses[name].add(loss)
         if self._task.read_back:
-            digests = {name: rows_digest([bits.reshape(len(bits), -1)]) for name, bits in taken.tokens.items()}
+            digests = {name: rows_digest([bits.reshape(len(bits), -1)]) for name, bits in tokens.items()}
             stored = json.loads(json.dumps(extras))
             self._expected.append(
                 Expected(encoded.name, encoded.length, encoded.digests, encoded.widths, digests, stored)
