@@ -1,7 +1,7 @@
 """hsloader beside what people would otherwise use: the same samples, one process a contender, cold and warm.
 
     pip install -r benchmarks/requirements.txt
-    python benchmarks/suite.py --folder DISK [--samples 12] [--short 400] [--contenders ours stock_pt ...] [--repeats 3]
+    python benchmarks/suite.py --folder DISK [--samples 40] [--short 2000] [--contenders ours stock_pt ...] [--repeats 3]
 
 Each contender converts the samples once. A run reads two epochs, the first from a cold page cache, the second from
 what that left in it; each setting is run once, then the best ones ``--repeats`` times; figures are medians. Pages are
@@ -144,7 +144,10 @@ def quiet_machine(patience: float) -> float:
 
 def measure(name: str, source: Path, folder: Path, options: argparse.Namespace, batch: int) -> dict[str, Any]:
     """Everything about one contender on one set of samples."""
-    module: Any = importlib.import_module(f"contenders.{name}")
+    try:
+        module: Any = importlib.import_module(f"contenders.{name}")
+    except ImportError as error:
+        return {"name": name, "holds": "", "missing": f"not installed: {error}"}
     found: dict[str, Any] = {"name": module.NAME, "holds": module.HOLDS}
     if hasattr(module, "MISSING"):
         return {**found, "missing": module.MISSING}
@@ -204,8 +207,8 @@ def disk_rate(folder: Path) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="a folder on the disk to use")
-    parser.add_argument("--samples", type=int, default=12, help="of the long set, about 100 MB each; 0: leave it out")
-    parser.add_argument("--short", type=int, default=400, help="samples of the short set, about 2.4 MB each")
+    parser.add_argument("--samples", type=int, default=40, help="of the long set, about 100 MB each; 0: leave it out")
+    parser.add_argument("--short", type=int, default=2000, help="samples of the short set, about 2.4 MB each")
     parser.add_argument("--hidden", type=int, help="another hidden size, for a quick try")
     parser.add_argument("--contenders", nargs="+", default=CONTENDERS, choices=CONTENDERS)
     parser.add_argument("--repeats", type=int, default=3)

@@ -10,7 +10,9 @@ from contenders.common import Sample
 
 NAME = "hsloader"
 HOLDS = "bfloat16"
-SETTINGS = [{"mode": mode, "threads": n} for mode, n in (("mmap", 2), ("mmap", 1), ("pread", 2), ("direct", 2))]
+SETTINGS = [
+    {"mode": mode, "threads": n} for mode, n in (("mmap", None), ("mmap", 2), ("pread", None), ("direct", None))
+]
 
 
 def convert(source: Path, target: Path) -> None:
@@ -26,6 +28,6 @@ class _Loader:
         return iter(self._loader)
 
 
-def opened(target: Path, batch: int, *, mode: str, threads: int) -> _Loader:
+def opened(target: Path, batch: int, *, mode: str, threads: int | None) -> _Loader:
     """See the package."""
     return _Loader(target, batch, hsloader.ReadOptions(mode=mode, threads=threads))  # type: ignore[arg-type]

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from torch.utils.data import Dataset
 
-from contenders.common import Sample, Stock, source_files
+from contenders.common import WORKERS, Sample, Stock, source_files
 
 NAME = "torch.load, DataLoader"
 HOLDS = "bfloat16"
-SETTINGS = [{"workers": n, "mapped": mapped} for n, mapped in ((0, False), (0, True), (2, True), (4, True), (4, False))]
+SETTINGS = [{**workers, "mapped": True} for workers in WORKERS] + [{**WORKERS[-1], "mapped": False}]
 
 
 class _Files(Dataset[Sample]):

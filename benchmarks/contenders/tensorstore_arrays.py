@@ -9,12 +9,12 @@ import ml_dtypes
 import numpy as np
 import tensorstore
 
-from contenders.common import FIELDS, Sample, Threads, from_bits, row_blocks, sample_ends
+from contenders.common import CORES, FIELDS, Sample, Threads, from_bits, row_blocks, sample_ends
 from contenders.zarr_python import CHUNK_ROWS, SHARD_ROWS
 
 NAME = "tensorstore"
 HOLDS = "bfloat16"
-SETTINGS = [{"threads": n, "io": io} for n, io in ((0, 4), (2, 4), (2, 32))]
+SETTINGS = [{"threads": n, "io": io} for n, io in ((0, 32), (CORES // 2, 32))]
 
 
 def _spec(target: Path, name: str, bits: Any, rows: int) -> dict[str, Any]:

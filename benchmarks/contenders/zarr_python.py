@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import zarr
 
-from contenders.common import FIELDS, Sample, Threads, from_bits, row_blocks, sample_ends
+from contenders.common import CORES, FIELDS, Sample, Threads, from_bits, row_blocks, sample_ends
 
 NAME = "zarr-python"
 HOLDS = "uint16"
-SETTINGS = [{"threads": n, "concurrency": c} for n, c in ((0, 10), (0, 64), (2, 10))]
+SETTINGS = [{"threads": n, "concurrency": c} for n, c in ((0, 10), (0, 64), (CORES // 2, 10))]
 CHUNK_ROWS, SHARD_ROWS = 32, 4096
 
 

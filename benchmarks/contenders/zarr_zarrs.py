@@ -7,11 +7,11 @@ from pathlib import Path
 import zarr
 
 from contenders import zarr_python
-from contenders.common import Threads
+from contenders.common import CORES, Threads
 
 NAME = "zarr with zarrs"
 HOLDS = "uint16"
-SETTINGS = [{"threads": n} for n in (0, 1, 2)]
+SETTINGS = [{"threads": n} for n in (0, CORES // 2)]
 
 
 def _use() -> None:

@@ -22,7 +22,7 @@ def suite_table(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def reading(rate: float) -> dict[str, float]:
-    return {"rate": rate * 1e9, "first": 0.5, "cpu_a_gb": 0.7, "memory": 400e6}
+    return {"rate": rate * 1e9, "after_first": 2 * rate * 1e9, "first": 0.5, "cpu_a_gb": 0.7, "memory": 400e6}
 
 
 RESULTS = {
@@ -54,8 +54,8 @@ RESULTS = {
 def test_the_table_has_the_fastest_first_and_says_what_is_missing(suite_table: Any) -> None:
     lines = suite_table.table(RESULTS).splitlines()
     assert lines[0].endswith("0.30 GB of tensors; raw disk 1.50 GB/s")
-    assert lines[4] == "| fast | bfloat16 | 2.00 | 3.00 | 0.50 s | 0.70 | 400 MB | 0.20 GB | 1.00 |"
-    assert lines[5].startswith("| slow | uint16 | 0.10 | 0.20 |")
+    assert lines[4] == "| fast | bfloat16 | 2.00 | 4.00 | 3.00 | 0.50 s | 0.70 | 400 MB | 0.20 GB | 1.00 |"
+    assert lines[5].startswith("| slow | uint16 | 0.10 | 0.20 | 0.20 |")
     assert lines[5].endswith("| (as it is) |")
     assert "| none |  | needs another Python |" in lines
     assert "| bad | uint16 | failed: KeyError: 'x' |" in lines
