@@ -133,10 +133,11 @@ class BatchStream:
         assert target is not None
         key = target.key(number)
         while True:
-            self.ask()
+            # The due batch first: asking ahead would take the slot that a batch with lost samples has just left.
             if key not in self.client and not self._submit(target, number):
-                self._make_room(key)
+                self._make_room(target, number)
                 continue
+            self.ask()
             filled = self._wait(key)
             layout = self._layouts[key][1]
             if not filled.bad:
@@ -193,14 +194,13 @@ class BatchStream:
             pause = max(pause, 60.0)
         return filled
 
-    def _make_room(self, key: int) -> None:
+    def _make_room(self, target: Target, number: int) -> None:
         """Get a free slot for a batch that is due and was not asked, as an interrupted call can leave it."""
         begun, pause = time.monotonic(), self._stall_after
+        key = target.key(number)
         if any(other in self.client for other in self._layouts if other != key):
-            target, then = self._target, self._then
-            assert target is not None
             self.forget()
-            self.aim(target, then)
+            self._ahead = [(target, target.numbers.index(number))]  # what was handed out is not asked again
         while True:
             self.relieve()
             if self.client.wait_free(_GLANCE):

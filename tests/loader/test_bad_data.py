@@ -70,6 +70,14 @@ def test_skip_leaves_the_batch_and_drops_the_sample(
     assert caplog.text.count("left out, as on_bad='skip' says") == 2
 
 
+def test_skip_asks_for_nothing_twice_but_the_batches_that_lost_samples(damaged: Path) -> None:
+    with DataLoader(damaged, on_bad="skip", trainer="raw", batch_size=1, shuffle=False) as loader:
+        batches = sum(1 for _ in loader)
+        stats = loader.stats()
+    assert stats["batches_cancelled"] == 0
+    assert stats["batches_requested"] <= batches + 2 + stats["ring_slots"]  # those of the next epoch are asked ahead
+
+
 def test_a_packed_batch_that_loses_all_is_padding(damaged: Path) -> None:
     with DataLoader(damaged, samples=[3], on_bad="skip", **PACKED) as loader:
         (batch,) = loader
