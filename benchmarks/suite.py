@@ -1,7 +1,7 @@
 """hsloader beside what people would otherwise use: the same samples, one process a contender, cold and warm.
 
     pip install -r benchmarks/requirements.txt
-    python benchmarks/suite.py --folder DISK [--samples 40] [--short 2000] [--contenders ours stock_pt ...] [--repeats 3]
+    python benchmarks/suite.py --folder DISK [--samples 40] [--short 2000] [--contenders ours ...] [--repeats 3]
 
 Each contender converts the samples once. A run reads two epochs, the first from a cold page cache, the second from
 what that left in it; each setting is run once, then the best ones ``--repeats`` times; figures are medians. Pages are
