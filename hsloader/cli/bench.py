@@ -20,26 +20,39 @@ if TYPE_CHECKING:
 
 __all__ = ["bench"]
 
+_SCRATCH = 1 << 30
+
 
 @clear_errors
 def bench(
     path: Annotated[
-        Path, typer.Argument(help="A dataset, a folder of .pt files, or a folder on the disk in question.")
+        Path,
+        typer.Argument(metavar="PATH", help="A dataset, a folder of .pt files, or a folder on the disk in question."),
     ],
     *,
-    tokens_per_second: Annotated[float | None, typer.Option(help="What training takes in on one GPU.")] = None,
-    step_ms: Annotated[
-        float | None, typer.Option(help="Or: the milliseconds of a step, with --tokens-per-step.")
+    tokens_per_second: Annotated[
+        float | None, typer.Option(metavar="X", help="What training takes in on one GPU.")
     ] = None,
-    tokens_per_step: Annotated[int | None, typer.Option(help="Tokens of one step on one GPU: the batch.")] = None,
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs that share this machine.")] = 1,
-    seconds: Annotated[float, typer.Option(min=0.5, help="About how long to measure.")] = 30.0,
+    step_ms: Annotated[
+        float | None, typer.Option(metavar="MS", help="Or: the milliseconds of a step, with --tokens-per-step.")
+    ] = None,
+    tokens_per_step: Annotated[
+        int | None, typer.Option(metavar="N", help="Tokens of one step on one GPU: the batch.")
+    ] = None,
+    gpus: Annotated[int, typer.Option(metavar="N", min=1, help="GPUs that share this machine.")] = 1,
+    seconds: Annotated[float, typer.Option(metavar="S", min=0.5, help="About how long to measure.")] = 30.0,
     scratch: Annotated[
-        int,
-        typer.Option(parser=parse_size, metavar="SIZE", help="Bytes of scratch, and of each disk measurement."),
-    ] = 1 << 30,
-    threads: Annotated[int | None, typer.Option(min=1, help="Most decode threads. [default: the cores]")] = None,
-    hidden_size: Annotated[int, typer.Option(min=1, help="Of synthetic samples, where PATH has none.")] = 7168,
+        int | None,  # no default here: typer would hand it to the parser, as a number
+        typer.Option(
+            parser=parse_size, metavar="SIZE", help="Scratch on that disk, and each disk measurement. [default: 1GiB]"
+        ),
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Most decode threads. [default: the cores]")
+    ] = None,
+    hidden_size: Annotated[
+        int, typer.Option(metavar="H", min=1, help="Of synthetic samples, where PATH has none.")
+    ] = 7168,
     drop_cache: Annotated[
         bool, typer.Option("--drop-cache", help="Drop the dataset's own files from the page cache, to read them cold.")
     ] = False,
@@ -51,7 +64,9 @@ def bench(
     quiet: Quiet = False,
     traceback: Traceback = False,
 ) -> int:
-    """Measure disk, decoding, pipeline and GPU copies; say what bounds training, and recommend ReadOptions.
+    """Measure this machine.
+
+    What disk, decoding, the whole pipeline and GPU copies give, what bounds training, and which ReadOptions suit.
 
     Leaves nothing behind, needs no privileges, and drops no page of anybody's files but its own scratch.
     """
@@ -76,7 +91,7 @@ def bench(
                 tokens_per_step=tokens_per_step,
                 gpus=gpus,
                 seconds=seconds,
-                scratch_bytes=scratch,
+                scratch_bytes=_SCRATCH if scratch is None else scratch,
                 threads=threads,
                 hidden_size=hidden_size,
                 drop_cache=drop_cache,

@@ -194,7 +194,9 @@ _STEPS: list[tuple[str, Callable[[_Demo], None]]] = [
 def demo(
     folder: Annotated[
         Path | None,
-        typer.Argument(help="A folder to make, or an empty one. [default: hsloader-demo in the current folder]"),
+        typer.Argument(
+            metavar="FOLDER", help="A folder to make, or an empty one. [default: hsloader-demo in the current folder]"
+        ),
     ] = None,
     as_json: Json = False,
     quiet: Quiet = False,

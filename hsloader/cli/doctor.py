@@ -29,15 +29,19 @@ _SHOWN = 32  # processes in the table; --json has all
 def doctor(
     pid: Annotated[int, typer.Argument(metavar="PID", help="The training process, its launcher, or a worker.")],
     *,
-    seconds: Annotated[float, typer.Option(min=0.2, max=600, help="How long to watch.")] = 2.0,
+    seconds: Annotated[float, typer.Option(metavar="S", min=0.2, max=600, help="How long to watch.")] = 2.0,
     batch_size: Annotated[
-        int | None, typer.Option("--batch-size", min=1, help="Samples a batch, to say how long one takes to read.")
+        int | None,
+        typer.Option("--batch-size", metavar="N", min=1, help="Samples a batch, to say how long one takes to read."),
     ] = None,
     python: Annotated[bool, typer.Option(help="Ask py-spy, if installed, what busy threads execute.")] = True,
     as_json: Json = False,
     traceback: Traceback = False,
 ) -> int:
-    """Say what a PyTorch process and its workers are doing right now, and what the limit is."""
+    """Say what holds up a training process.
+
+    What it and its workers are doing right now, with or without hsloader in it, and what the limit is.
+    """
     from hsloader.monitor.examine import examine
 
     found = examine(pid, seconds, batch_size=batch_size, python=python)

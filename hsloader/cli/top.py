@@ -28,11 +28,14 @@ _STYLES = {"trainer-bound": "green", "starting": "dim", "feeder-stuck": "red"}
 def top(
     *,
     once: Annotated[bool, typer.Option("--once", help="Print the table once, after one interval, and stop.")] = False,
-    interval: Annotated[float, typer.Option(min=0.1, max=60, help="Seconds between two looks.")] = 1.0,
+    interval: Annotated[float, typer.Option(metavar="S", min=0.1, max=60, help="Seconds between two looks.")] = 1.0,
     as_json: Json = False,
     traceback: Traceback = False,
 ) -> int:
-    """Show all running loaders: speed, data wait, ring, position, and what the limit is. Ctrl-C ends it."""
+    """Show all running loaders, live.
+
+    Speed, data wait, ring, position, and what the limit is. Ctrl-C ends it.
+    """
     if as_json or once:
         rows = _look(interval)
         if as_json:

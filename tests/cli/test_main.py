@@ -15,6 +15,7 @@ import pytest
 import hsloader
 from tests.cli.conftest import Run
 
+_COMMANDS = ["demo", "inspect", "convert", "info", "verify", "export", "bench", "doctor", "top"]
 _HSLOADER = [sys.executable, "-m", "hsloader"]
 _ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(hsloader.__file__).parents[1]), "TERM": "xterm", "COLUMNS": "100"}
 
@@ -25,15 +26,18 @@ def test_version(run: Run) -> None:
 
 def test_help_lists_the_commands(run: Run) -> None:
     out = run("--help").out
-    for command in ("demo", "inspect", "convert", "info", "verify", "export"):
-        assert command in out
+    for command in _COMMANDS:
+        assert f"\n  {command} " in out
+    assert "..." not in out.partition("Commands:")[2]  # no summary is cut
 
 
-@pytest.mark.parametrize("command", ["demo", "inspect", "convert", "info", "verify", "export"])
+@pytest.mark.parametrize("command", _COMMANDS)
 def test_every_command_has_the_common_options(run: Run, command: str) -> None:
     out = run(command, "--help").out
     for option in ("--json", "--traceback"):
         assert option in out
+    assert "<float" not in out  # every value has a name of its own
+    assert " range>" not in out
 
 
 def test_an_unknown_command_is_a_usage_error(run: Run) -> None:
