@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-__all__ = ["file_system_text", "is_data_file", "is_remote"]
+from collections.abc import Iterable
+
+from hsloader.monitor.procfs import Mount
+
+__all__ = ["file_system_text", "is_data_file", "is_remote", "mount_of"]
 
 _NOT_DATA = ("/dev/", "/proc/", "/sys/", "pipe:", "socket:", "anon_inode:", "/memfd:", "/SYSV")
 _SHARED = ("/dev/shm/torch_", "/dev/shm/psm_", "/dev/shm/sem.", "/dev/shm/wnsm_", "/dev/shm/nccl-", "/dev/shm/mp-")
@@ -34,3 +38,9 @@ def file_system_text(kind: str, server: str | None) -> str:
     """``NFS server nas1``, ``fuse.s3fs``, ``ext4``."""
     name = _NAMES.get(kind, kind)
     return f"{name} server {server}" if server else name
+
+
+def mount_of(path: str, mounts: Iterable[Mount]) -> Mount | None:
+    """The mount that an absolute path lies on, by its text alone: a look at it would hang with its file server."""
+    above = [m for m in mounts if path == m.point or path.startswith(m.point.rstrip("/") + "/")]
+    return max(above, key=lambda m: len(m.point), default=None)

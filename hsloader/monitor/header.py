@@ -143,8 +143,8 @@ def unpack_info(data: bytes) -> dict[str, Any]:
     text = data[8 : 8 + min(length, INFO - 8)]
     if not length or crc32c(text) != crc:
         return {}
-    info: dict[str, Any] = json.loads(text)
-    return info
+    info = json.loads(text)
+    return info if isinstance(info, dict) else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +187,12 @@ class Snapshot:
     def total(self, counter: ThreadCounter) -> int:
         """A thread counter summed over the threads."""
         return sum(row.counters[counter] for row in self.threads)
+
+    @property
+    def helpers(self) -> tuple[int, ...]:
+        """Process ids of the processes that decode beside the feeder."""
+        places = range(FeederCounter.HELPERS, FeederCounter.HELPERS + 4)
+        return tuple(self.feeder[place] for place in places if self.feeder[place])
 
     @property
     def waits(self) -> tuple[int, ...]:

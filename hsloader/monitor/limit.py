@@ -66,9 +66,9 @@ def _starting(i: Interval) -> LimitVerdict | None:
     now = i.after
     if now[TrainerCounter.RECEIVED] or now[FeederCounter.FILLED]:
         return None
+    since = (now.at - (now[TrainerCounter.STARTED_AT] or now.at)) / 1e9
     if not now[FeederCounter.READY_AT]:
-        return LimitVerdict(Limit.STARTING, "the feeder is not there yet")
-    since = (now.at - now[TrainerCounter.STARTED_AT]) / 1e9
+        return LimitVerdict(Limit.STARTING, f"the feeder is not there yet, {time_text(since)} after the loader opened")
     if since > _START:
         return None
     return LimitVerdict(Limit.STARTING, f"the first batch is being read, {time_text(since)} so far")
@@ -105,7 +105,7 @@ def _waiting(now: Snapshot) -> bool:
 
 
 def _trainer(i: Interval) -> LimitVerdict | None:
-    if i.data_wait > _NO_WAIT or (_waiting(i.after) and not i.after.ready):
+    if i.data_wait > _NO_WAIT:
         return None
     ready = i.after.ready
     return LimitVerdict(

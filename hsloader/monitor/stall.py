@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable
-from pathlib import Path
 
 from hsloader.monitor.access import ProcAccess
 from hsloader.monitor.counters import FeederCounter, Stage, ThreadCounter, TrainerCounter
-from hsloader.monitor.files import file_system_text, is_remote
+from hsloader.monitor.files import file_system_text, is_remote, mount_of
 from hsloader.monitor.header import Snapshot, ThreadRow
 from hsloader.monitor.host import disk_names, sample_host
 from hsloader.monitor.kernel import Wait, wait_of
 from hsloader.monitor.limit import limit_of
-from hsloader.monitor.procfs import Mount, parse_mountinfo, parse_stat, parse_syscall
+from hsloader.monitor.procfs import parse_mountinfo, parse_stat, parse_syscall
 from hsloader.monitor.samples import HostSample
 from hsloader.monitor.words import plural, rate_text, share_text, size_text, time_text
 
@@ -70,13 +69,13 @@ def _head(now: Snapshot, seconds: float) -> str:
 
 def _feeder(now: Snapshot) -> Iterable[str]:
     pid = now[TrainerCounter.FEEDER_PID] or now[FeederCounter.PID]
-    text = ProcAccess().text(pid, "stat") if pid else None
-    if text is None:
+    if _state(pid) is None:
         yield f"the feeder (pid {pid}) is gone" if pid else "no feeder runs yet"
         return
-    task = parse_stat(text)
-    if task.state in "Tt":
-        yield f"the feeder (pid {pid}) is stopped; let it go on with: kill -CONT {pid}"
+    stopped = [p for p in (pid, *now.helpers) if _state(p) in ("T", "t")]
+    if stopped:
+        who = f"the feeder (pid {pid})" if pid in stopped else f"the feeder's helper (pid {stopped[0]})"
+        yield f"{who} is stopped; let it go on with: kill -CONT {' '.join(map(str, stopped))}"
     elif not now[FeederCounter.READY_AT]:
         yield f"the feeder (pid {pid}) is still starting"
     else:
@@ -86,6 +85,12 @@ def _feeder(now: Snapshot) -> Iterable[str]:
     queued = now[FeederCounter.QUEUED_READS], now[FeederCounter.QUEUED_DECODES]
     if any(queued):
         yield f"{plural(queued[0], 'read')} and {plural(queued[1], 'decode')} wait for a thread"
+
+
+def _state(pid: int) -> str | None:
+    """The letter of a process's state; None if there is no such process."""
+    text = ProcAccess().text(pid, "stat") if pid else None
+    return None if text is None else parse_stat(text).state
 
 
 def _threads(now: Snapshot) -> Iterable[str]:
@@ -128,7 +133,7 @@ def _storage(now: Snapshot, before: HostSample, after: HostSample) -> Iterable[s
     span = max(after.at - before.at, 1e-9)
     path = str(now.info.get("dataset", ""))
     mounts = parse_mountinfo(ProcAccess().text(os.getpid(), "mountinfo") or "")
-    mount = _mount_of(path, mounts.values())
+    mount = mount_of(path, mounts.values())
     if mount is not None:
         text = f"{path} is on {file_system_text(mount.kind, mount.server)}"
         disk = disk_names([mount.device], mounts.values()).get(mount.device)
@@ -145,9 +150,3 @@ def _storage(now: Snapshot, before: HostSample, after: HostSample) -> Iterable[s
     if thrash > 20e6:
         text += f"; the page cache thrashes: {rate_text(thrash)} are read again that had just been dropped"
     yield text
-
-
-def _mount_of(path: str, mounts: Iterable[Mount]) -> Mount | None:
-    # By the text of the path: a look at the path itself would hang with the file server.
-    parents = {str(p) for p in (Path(path), *Path(path).parents)}
-    return max((m for m in mounts if m.point in parents), key=lambda m: len(m.point), default=None)

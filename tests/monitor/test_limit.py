@@ -109,6 +109,22 @@ def _ready(seconds: float, counters: dict[TrainerCounter, int]) -> Snapshot:
             "the first batch is being read, 3.0 s so far",
             id="starting",
         ),
+        pytest.param(
+            snapshot(
+                5,
+                {TrainerCounter.RECEIVED: 0, TrainerCounter.STARTED_AT: START - 37 * _S},
+                {FeederCounter.FILLED: 0, FeederCounter.READY_AT: 0},
+            ),
+            Limit.STARTING,
+            "the feeder is not there yet, 42 s after the loader opened",
+            id="no-feeder",
+        ),
+        pytest.param(
+            snapshot(10, {TrainerCounter.NEXT_SINCE: START + 10 * _S - 1_000_000}),
+            Limit.TRAINER,
+            "the trainer waited for data 0.0 % of the time; 0 of 4",
+            id="caught-in-a-short-wait",
+        ),
     ],
 )
 def test_where_the_limit_is(after: Snapshot, limit: Limit, words: str) -> None:
