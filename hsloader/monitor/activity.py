@@ -118,7 +118,7 @@ def _in_storage(process: ProcessReport) -> bool:
 
 
 def _who(s: Situation, active: Sequence[ProcessReport]) -> str:
-    if not s.workers:
+    if not s.workers and s.trainer in active:
         return "the training process itself (no workers)"
     return active[0].label if len(active) == 1 else f"{len(active)} workers"
 
@@ -201,12 +201,14 @@ def _trainer(s: Situation) -> Verdict | None:
     waits = s.data_wait
     ready = [w for w in s.workers if idle_worker(s, w)]
     data = ""
-    if s.workers:
-        data = f"; it waited for data {share_text(waits or 0)} of the time"
+    if s.workers and waits is not None:
+        data = f"; it waited for data {share_text(waits)} of the time"
         if ready:
             verb = "waits" if len(ready) == 1 else "wait"
             data += f", and {len(ready)} of {plural(len(s.workers), 'worker')} {verb} for it to ask"
-    if trainer.cpu >= 0.5 or trainer.share(Wait.RUNNING, Wait.DRIVER) >= 0.5:
+    if s.starved >= 0.5:
+        kind, doing = Kind.TRAINER, f"wants to compute and gets {trainer.cpu:.1f} of {s.host.cpus} cores{gpu}"
+    elif trainer.cpu >= 0.5 or trainer.share(Wait.RUNNING, Wait.DRIVER) >= 0.5:
         kind, doing = Kind.TRAINER, f"computes ({trainer.cpu:.1f} of {s.host.cpus} cores{gpu})"
     elif trainer.share(Wait.SLEEP) >= 0.8:
         kind, doing = Kind.SLEEPING, f"sleeps (time.sleep or a signal wait{gpu})"

@@ -93,20 +93,28 @@ class Situation:
         return self.workers or self.feeders or ([self.trainer] if self.trainer else [])
 
     @property
+    def starved(self) -> float:
+        """Share of the looks that caught the trainer wanting a core and not having one."""
+        return max(0.0, self.trainer.share(Wait.RUNNING) - self.trainer.cpu) if self.trainer else 0.0
+
+    @property
     def data_wait(self) -> float | None:
-        """Share of the looks in which the trainer waited for its workers; None without trainer or workers."""
+        """Share of the looks in which the trainer waited for its workers.
+
+        None without trainer or workers, and where the trainer got a core too seldom to tell.
+        """
         trainer = self.trainer
-        if trainer is None or not self.workers:
+        if trainer is None or not self.workers or self.starved > _TOO_STARVED:
             return None
-        share = trainer.share(Wait.PIPE)
+        share = trainer.share(Wait.PIPE) + trainer.pin_wait
         share += trainer.share(Wait.POLL) if waits_for(trainer, self.workers) else 0.0
-        share += trainer.pin_wait
-        # Looks that caught it wanting a core and not having one say nothing about data.
-        starved = max(0.0, trainer.share(Wait.RUNNING) - trainer.cpu)
-        return min(1.0, share / max(1.0 - starved, 0.05))
+        # A batch's descriptor comes from its worker by a local socket.
+        share += trainer.share(Wait.SOCKET) if not trainer.peers else 0.0
+        return min(1.0, share / (1.0 - self.starved))  # starved looks say nothing about data
 
 
 _IDLE = 0.05  # cores below which a process counts as idle
+_TOO_STARVED = 0.8  # share of looks; the few that are left mean nothing
 
 
 def waits_for(process: ProcessReport, others: Sequence[ProcessReport]) -> bool:

@@ -160,6 +160,19 @@ def test_trainer_that_wants_a_core_does_not_compute() -> None:
     assert judge(_situation(trainer, *_readers(2, 100e6))).kind is Kind.READING
 
 
+def test_trainer_that_never_gets_a_core_is_not_said_to_need_no_data() -> None:
+    starved = _trainer(Wait.POLL, cpu=0.03, waits={Wait.RUNNING: 1.0})
+    assert judge(_situation(starved, *_readers(2, 100e6))).kind is Kind.READING
+    found = judge(_situation(starved, _process(0, Wait.POLL)))
+    assert found.sentence == "the training process (pid 99) wants to compute and gets 0.0 of 8 cores"
+
+
+def test_taking_a_descriptor_from_a_worker_is_waiting_for_data() -> None:
+    # As seen under load: torch's main process in recvmsg on a local socket.
+    trainer = _trainer(Wait.POLL, cpu=0.1, waits={Wait.SOCKET: 0.7, Wait.POLL: 0.3})
+    assert judge(_situation(trainer, *_readers(2, 100e6))).kind is Kind.READING
+
+
 def test_readers_ahead_of_a_trainer_that_does_not_wait() -> None:
     trainer = _trainer(Wait.RUNNING, cpu=1.0, waits={Wait.RUNNING: 0.95, Wait.POLL: 0.05})
     assert judge(_situation(trainer, *_readers(2, 100e6))).kind is Kind.TRAINER
