@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import socketserver
 import threading
 from collections.abc import Callable, Iterable
 
@@ -88,6 +89,14 @@ def _escaped(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
+class _Server(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+
+    def server_bind(self) -> None:
+        # HTTPServer's own asks the name service for this machine's name, which can take many seconds.
+        socketserver.TCPServer.server_bind(self)
+
+
 class MetricsServer:
     """Serves ``/metrics`` on all addresses of the machine until closed.  ``OSError`` if the port cannot be had."""
 
@@ -107,8 +116,7 @@ class MetricsServer:
             def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class names it so
                 """Say nothing."""
 
-        self._server = http.server.ThreadingHTTPServer(("", port), Handler)
-        self._server.daemon_threads = True
+        self._server = _Server(("", port), Handler)
         self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(target=self._server.serve_forever, name="hsl-metrics", daemon=True)
         self._thread.start()
