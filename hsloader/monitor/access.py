@@ -2,34 +2,66 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
 
-__all__ = ["ProcAccess", "processes", "within"]
+__all__ = ["Patience", "ProcAccess", "processes", "system_text"]
 
 T = TypeVar("T")
 D = TypeVar("D")
+_Job = tuple[Callable[[], Any], "SimpleQueue[tuple[list[Any], float]]"]
 
 _PATIENCE = 0.5  # seconds for a call that may hang: a dead file server, a process whose memory map is locked
 
 
-def within(seconds: float, function: Callable[[], T], default: D) -> T | D:
-    """Call ``function`` in a thread of its own and give up after ``seconds``, leaving the thread behind (a daemon)."""
-    result: list[T | D] = []
+class Patience:
+    """Makes calls that may hang in a thread beside, and gives one up after a while.
 
-    def call() -> None:
+    The thread (a daemon) is kept from call to call, since many are made; one that hangs is left behind, and the next
+    call starts another.  ``close`` ends it.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[_Job | None] | None = None
+        self.spent = 0.0
+        """CPU seconds of calls that came back."""
+
+    def ask(self, seconds: float, function: Callable[[], T], default: D) -> T | D:
+        """What ``function`` returns, or ``default``: it raised ``OSError`` or took longer than ``seconds``."""
+        if self._jobs is None:
+            self._jobs = SimpleQueue()
+            threading.Thread(target=_work, args=(self._jobs,), name="hsloader-look", daemon=True).start()
+        answers: SimpleQueue[tuple[list[Any], float]] = SimpleQueue()
+        self._jobs.put((function, answers))
         try:
-            result.append(function())
-        except OSError:
-            result.append(default)
+            found, spent = answers.get(timeout=seconds)
+        except Empty:
+            self.close()
+            return default
+        self.spent += spent
+        return found[0] if found else default
 
-    thread = threading.Thread(target=call, name="hsloader-look", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return result[0] if result else default
+    def close(self) -> None:
+        """Have the thread end, as soon as it can."""
+        if self._jobs is not None:
+            self._jobs.put(None)
+            self._jobs = None
+
+
+def _work(jobs: SimpleQueue[_Job | None]) -> None:
+    while (job := jobs.get()) is not None:
+        function, answers = job
+        found: list[Any] = []
+        began = time.thread_time()
+        with contextlib.suppress(OSError):
+            found.append(function())
+        answers.put((found, time.thread_time() - began))
 
 
 class ProcAccess:
@@ -45,6 +77,11 @@ class ProcAccess:
         self.refused: dict[str, set[int]] = {}
         self.locked: set[int] = set()
         self.silent_mounts: set[int] = set()
+        self.patience = Patience()
+
+    def close(self) -> None:
+        """End the thread that patient calls are made in."""
+        self.patience.close()
 
     def text(self, pid: int, name: str, tid: int | None = None) -> str | None:
         """The text of ``/proc/PID/NAME``, or of the thread's own file of that name."""
@@ -73,7 +110,7 @@ class ProcAccess:
         """As ``text`` for files that need the process's memory map: cmdline, environ, maps, smaps, smaps_rollup."""
         if pid in self.locked:
             return None
-        answer = within(patience, lambda: (self.text(pid, name),), None)
+        answer = self.patience.ask(patience, lambda: (self.text(pid, name),), None)
         if answer is None:
             self.locked.add(pid)
             return None
@@ -91,7 +128,7 @@ class ProcAccess:
             finally:
                 os.close(fd)
 
-        return within(_PATIENCE, read, b"")
+        return self.patience.ask(_PATIENCE, read, b"")
 
     def text_at(self, pid: int, address: int) -> str | None:
         """A path among the arguments of a system call."""
@@ -139,10 +176,18 @@ class ProcAccess:
             finally:
                 answered = True
 
-        status = within(_PATIENCE, ask, None)
+        status = self.patience.ask(_PATIENCE, ask, None)
         if not answered:
             self.silent_mounts.add(mount)
         return status
+
+
+def system_text(path: str) -> str:
+    """The text of a file of the whole system below /proc or /sys; empty where there is none or it is refused."""
+    try:
+        return Path(path).read_text(errors="surrogateescape")
+    except OSError:
+        return ""
 
 
 def processes() -> Iterator[int]:

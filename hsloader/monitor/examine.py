@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hsloader.errors import HsloaderError
-from hsloader.monitor.access import ProcAccess
+from hsloader.monitor.access import system_text
 from hsloader.monitor.diagnosis import judge
 from hsloader.monitor.faults import exit_text
 from hsloader.monitor.host import pressure_share
@@ -62,7 +62,7 @@ def examine(pid: int, seconds: float = 2.0, *, batch_size: int | None = None, py
         python: ask py-spy, where installed, what busy threads execute.
 
     Raises:
-        HsloaderError: this is not Linux.
+        HsloaderError: this is not Linux, or ``pid`` is this process or a thread of the kernel.
         ProcessLookupError: there is no such process.
     """
     if not sys.platform.startswith("linux") or not Path("/proc/self/task").is_dir():
@@ -175,8 +175,9 @@ def _overall(observation: Observation, situations: list[Situation]) -> Verdict:
         return worst
     trainer = situations[verdicts.index(worst)].trainer
     where = trainer.label if trainer else "workers without a trainer"
-    more = f" (the same in {same} of {len(verdicts)} training processes)" if same > 1 else ""
-    return dataclasses.replace(worst, sentence=f"{where}{more}: {worst.sentence}")
+    sentence = worst.sentence if worst.sentence.startswith(where) else f"{where}: {worst.sentence}"
+    more = f"; the same in {same} of {len(verdicts)} training processes" if same > 1 else ""
+    return dataclasses.replace(worst, sentence=sentence + more)
 
 
 def _host(observation: Observation) -> HostReport:
@@ -262,13 +263,12 @@ def _notes(observation: Observation, roles: Mapping[int, Role]) -> Iterable[str]
             "(it changed user, or its program file is not readable); run doctor as root"
         )
     elif "syscall" in refused:
-        scope = ProcAccess().text(os.getpid(), "../sys/kernel/yama/ptrace_scope") or "?"
-        yield (
-            f"system calls are not shown: Yama lets only a parent trace (ptrace_scope is {scope.strip()}); files, "
-            "positions and rates are seen without; for more run doctor as root or set kernel.yama.ptrace_scope to 0"
-            if scope.strip() not in ("?", "0")
-            else "system calls are not shown: a security module or the container's rules refuse tracing; files, "
-            "positions and rates are seen without"
+        scope = system_text("/proc/sys/kernel/yama/ptrace_scope").strip()
+        yield "system calls are not shown: " + (
+            f"Yama lets only a parent trace (ptrace_scope is {scope}); files, positions and rates are seen; "
+            "for more run doctor as root or set kernel.yama.ptrace_scope to 0"
+            if scope not in ("", "0")
+            else "a security module or the container's rules refuse tracing; files, positions and rates are seen"
         )
     if observation.locked:
         yield (

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from hsloader.monitor.access import within
+from hsloader.monitor.access import Patience, system_text
 from hsloader.monitor.procfs import (
     Mount,
     Pressure,
@@ -27,19 +27,22 @@ _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number near 2**63
 
 def sample_host(pid: int) -> HostSample:
     """Sample the machine as process ``pid`` sees it (its cgroup, its /dev/shm)."""
+    patience = Patience()
     pressure = {}
     for name in ("cpu", "io", "memory"):
-        text = _read(Path("/proc/pressure") / name)
+        text = system_text(f"/proc/pressure/{name}")
         if text:
             pressure[name] = parse_pressure(text)
-    vmstat = parse_table(_read(Path("/proc/vmstat")))
+    vmstat = parse_table(system_text("/proc/vmstat"))
+    shm = patience.ask(0.5, lambda: _shared_memory(pid), None)
+    patience.close()
     return HostSample(
         at=time.monotonic(),
-        disks=parse_diskstats(_read(Path("/proc/diskstats"))),
-        memory=parse_kilobytes(_read(Path("/proc/meminfo"))),
+        disks=parse_diskstats(system_text("/proc/diskstats")),
+        memory=parse_kilobytes(system_text("/proc/meminfo")),
         pressure=pressure,
         refaults=vmstat.get("workingset_refault_file", vmstat.get("workingset_refault", 0)),
-        shm=within(0.5, lambda: _shared_memory(pid), None),
+        shm=shm,
         cgroup=cgroup_memory(pid),
     )
 
@@ -61,7 +64,7 @@ def cgroup_memory(pid: int | str = "self") -> tuple[int, int, int] | None:
     OOM killer ended.  Both cgroup versions; inside a container the path is tried from the root too, because the
     cgroup namespace hides the real one.
     """
-    unified, memory = parse_cgroup(_read(Path(f"/proc/{pid}/cgroup")))
+    unified, memory = parse_cgroup(system_text(f"/proc/{pid}/cgroup"))
     tightest: tuple[int, int, int] | None = None
     for folder in _folders(_CGROUP, unified):
         tightest = _tighter(tightest, _limits(folder, "memory.max", "memory.current", "memory.events"))
@@ -83,13 +86,13 @@ def _folders(base: Path, path: str | None) -> Iterable[Path]:
 
 
 def _limits(folder: Path, limit_name: str, usage_name: str, events_name: str) -> tuple[int, int, int] | None:
-    limit, usage = _read(folder / limit_name).strip(), _read(folder / usage_name).strip()
+    limit, usage = system_text(str(folder / limit_name)).strip(), system_text(str(folder / usage_name)).strip()
     if not limit.isdigit() or not usage.isdigit() or int(limit) >= _UNLIMITED:
         return None
-    cache = parse_table(_read(folder / "memory.stat"))
+    cache = parse_table(system_text(str(folder / "memory.stat")))
     files = cache.get("total_inactive_file", cache.get("inactive_file", 0))
     files += cache.get("total_active_file", cache.get("active_file", 0))
-    kills = parse_table(_read(folder / events_name)).get("oom_kill", 0)
+    kills = parse_table(system_text(str(folder / events_name))).get("oom_kill", 0)
     return int(limit), max(0, int(usage) - files), kills
 
 
@@ -112,13 +115,6 @@ def disk_names(devices: Iterable[tuple[int, int]], mounts: Iterable[Mount]) -> d
         real = folder.resolve()
         names[device] = real.parent.name if (real / "partition").exists() else real.name
     return names
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
 
 
 def pressure_share(first: Pressure | None, last: Pressure | None, seconds: float) -> float | None:

@@ -50,6 +50,8 @@ class TaskStat:
     threads: int
     started: int
     exit_code: int | None
+    kernel: bool
+    """A thread of the kernel (PF_KTHREAD)."""
 
 
 def parse_stat(text: str) -> TaskStat:
@@ -67,6 +69,7 @@ def parse_stat(text: str) -> TaskStat:
         threads=int(rest[17]),
         started=int(rest[19]),
         exit_code=int(rest[49]) if len(rest) > 49 else None,
+        kernel=bool(int(rest[6]) & 0x00200000),
     )
 
 
@@ -261,16 +264,20 @@ class Mapping:
 
 def parse_maps(text: str) -> dict[str, Mapping]:
     """Parse maps into mapped files by path."""
-    mappings: dict[str, Mapping] = {}
+    ends: dict[str, int] = {}
+    executable: set[str] = set()
     for line in text.splitlines():
-        f = line.split(maxsplit=5)
-        if len(f) < 6 or not f[5].startswith("/"):
+        at = line.find(" /")  # what stands before the path has no slash
+        if at < 0:
             continue
-        start, _, stop = f[0].partition("-")
-        end = int(f[2], 16) + int(stop, 16) - int(start, 16)
-        old = mappings.get(f[5], Mapping(f[5], 0, False))
-        mappings[f[5]] = Mapping(f[5], max(old.end, end), old.executable or "x" in f[1])
-    return mappings
+        span, mode, offset = line[:at].split(maxsplit=3)[:3]
+        path = line[at + 1 :]
+        start, _, stop = span.partition("-")
+        end = int(offset, 16) + int(stop, 16) - int(start, 16)
+        ends[path] = max(ends.get(path, 0), end)
+        if "x" in mode:
+            executable.add(path)
+    return {path: Mapping(path, end, path in executable) for path, end in ends.items()}
 
 
 def parse_smaps(text: str) -> dict[str, int]:

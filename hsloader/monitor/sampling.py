@@ -8,8 +8,9 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from hsloader.monitor.access import ProcAccess, processes
-from hsloader.monitor.files import is_data_file, is_remote
+from hsloader.errors import HsloaderError
+from hsloader.monitor.access import ProcAccess, processes, system_text
+from hsloader.monitor.files import is_data_file, is_remote, mount_of
 from hsloader.monitor.gpu import GpuReader
 from hsloader.monitor.host import disk_names, sample_host
 from hsloader.monitor.kernel import syscall_name
@@ -17,6 +18,7 @@ from hsloader.monitor.neighbours import find_rings
 from hsloader.monitor.procfs import (
     FdInfo,
     IoCounters,
+    Mapping,
     Mount,
     Syscall,
     TaskStat,
@@ -32,6 +34,7 @@ from hsloader.monitor.procfs import (
     parse_stat,
     parse_switches,
     parse_syscall,
+    parse_table,
 )
 from hsloader.monitor.samples import FileSeen, Glance, Observation, ProcessInfo, ProcessSample, ThreadSample, Track
 
@@ -44,6 +47,7 @@ _LOOK_AT_MAPS = 0.25  # seconds between looks at the mapped files
 _MOST_THREADS = 16  # threads of a process that a glance looks at
 _YOUNG = 5.0  # seconds of age up to which a process may just have been forked and not yet be what it will be
 _LARGE = 64 << 30  # resident bytes above which smaps_rollup is not read: walking the page tables would disturb
+_MOST_ROLLUPS = 32  # processes up to which it is read: it takes 3 to 6 ms each
 
 _FD_FIRST = frozenset({
     "read", "pread64", "readv", "preadv", "preadv2", "write", "pwrite64", "writev", "pwritev", "pwritev2",
@@ -58,29 +62,44 @@ _OFFSET_FOURTH = frozenset({"pread64", "preadv", "preadv2"})
 
 
 def observe(pid: int, seconds: float = 2.0) -> Observation:
-    """Watch process ``pid`` and its descendants for ``seconds``.
+    """Watch process ``pid`` (or the one that this thread belongs to) and its descendants for ``seconds``.
 
     Raises:
         ProcessLookupError: there is no such process, or /proc hides it.
+        HsloaderError: it is this process, or a thread of the kernel.
     """
-    return _Observer(pid).run(seconds)
+    access = ProcAccess()
+    try:
+        return _Observer(pid, access).run(seconds)
+    finally:
+        access.close()
 
 
 class _Observer:
-    def __init__(self, root: int) -> None:
-        self.root = root
-        self.access = ProcAccess()
+    def __init__(self, root: int, access: ProcAccess) -> None:
+        self.access = access
         self.tracks: dict[int, Track] = {}
         self.mounts: dict[int, Mount] = {}
         self.status: dict[tuple[int, str], tuple[int | None, str, tuple[int, int]]] = {}
         self.polled: dict[int, tuple[Syscall, tuple[int, ...]]] = {}
+        self.maps: dict[int, tuple[str, dict[str, Mapping]]] = {}
         self.ended = False
         if (root_stat := self.access.text(root, "stat")) is None:
             raise ProcessLookupError(
                 f"no process {root} in /proc: it has ended, runs in another container, or /proc is mounted with hidepid"
             )
+        # Tools that list threads show ids that /proc takes for processes of their own.
+        self.root = parse_table(self.access.text(root, "status") or "").get("Tgid", root)
+        task = parse_stat(root_stat)
+        if self.root == os.getpid():
+            raise HsloaderError(f"process {root} is the one that asks: examine it from another process")
+        if task.kernel:
+            raise HsloaderError(
+                f"process {root} ({task.name}) is a thread of the kernel, which runs no program; give the id of the "
+                "training process"
+            )
         self.mounts = parse_mountinfo(self.access.text(root, "mountinfo") or "")
-        self.parent = self._info(parse_stat(root_stat).parent)
+        self.parent = self._info(task.parent)
 
     def run(self, seconds: float) -> Observation:
         gpus = GpuReader()
@@ -90,7 +109,7 @@ class _Observer:
         start = now = time.monotonic()
         find_next, maps_next = start + _FIND_NEW, start
         while now < start + seconds and not self.ended:
-            began = time.thread_time()
+            began = self._spent()
             maps = now >= maps_next
             if maps:
                 maps_next = now + _LOOK_AT_MAPS
@@ -100,7 +119,7 @@ class _Observer:
             if now >= find_next:
                 find_next = now + _FIND_NEW
                 self._find_processes()
-            pause = max(_TICK, (time.thread_time() - began) / _LOAD)
+            pause = max(_TICK, (self._spent() - began) / _LOAD)
             time.sleep(max(0.0, min(pause - (time.monotonic() - now), start + seconds - time.monotonic())))
             now = time.monotonic()
         for track in self.tracks.values():
@@ -132,6 +151,9 @@ class _Observer:
             locked=frozenset(self.access.locked),
             silent_mounts=frozenset(self.access.silent_mounts),
         )
+
+    def _spent(self) -> float:
+        return time.thread_time() + self.access.patience.spent
 
     # Processes
 
@@ -167,7 +189,7 @@ class _Observer:
         rank = None
         for item in (self.access.memory_text(pid, "environ") or "").split("\0"):
             key, _, value = item.partition("=")
-            if key == "RANK" and value.isdigit():
+            if key == "RANK" and value.isascii() and value.isdigit():
                 rank = int(value)
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - task.started / os.sysconf("SC_CLK_TCK")
         return ProcessInfo(
@@ -204,17 +226,25 @@ class _Observer:
     def _memory(self, pid: int, final: bool) -> dict[str, int]:
         memory = parse_kilobytes(self.access.text(pid, "status") or "")
         resident = memory.get("VmRSS", 0)
-        if final and 0 < resident < _LARGE and (rollup := self.access.memory_text(pid, "smaps_rollup")):
+        few = len(self.tracks) <= _MOST_ROLLUPS
+        if final and few and 0 < resident < _LARGE and (rollup := self.access.memory_text(pid, "smaps_rollup")):
             memory["Pss"] = parse_kilobytes(rollup).get("Pss", resident)
         return memory
 
     def _mapped(self, pid: int, task: TaskStat) -> dict[str, int]:
-        maps = parse_maps(self.access.memory_text(pid, "maps") or "")
-        data = {m.path for m in maps.values() if is_data_file(m.path, mapped=True) and not m.executable}
+        data = {m.path for m in self._data_maps(pid)}
         if not data:
             return {}
         smaps = parse_smaps(self.access.memory_text(pid, "smaps", patience=1.0) or "")
         return {path: smaps[path] for path in data if path in smaps}
+
+    def _data_maps(self, pid: int) -> Iterable[Mapping]:
+        """The mapped files that may be data."""
+        text = self.access.memory_text(pid, "maps") or ""
+        known = self.maps.get(pid)
+        if known is None or known[0] != text:
+            known = self.maps[pid] = text, parse_maps(text)
+        return (m for m in known[1].values() if is_data_file(m.path, mapped=True) and not m.executable)
 
     # Threads
 
@@ -225,7 +255,7 @@ class _Observer:
             return []
 
     def _threads(self, pid: int, tids: Iterable[int], links: dict[int, str], full: bool) -> Iterable[ThreadSample]:
-        own_clock = parse_sched(_read("/proc/thread-self/sched")) if full else None
+        own_clock = parse_sched(system_text("/proc/thread-self/sched")) if full else None
         for tid in tids:
             text = self.access.text(pid, "stat", tid)
             if text is None:
@@ -326,13 +356,9 @@ class _Observer:
         return self.status[key]
 
     def _mapped_files(self, pid: int) -> Iterable[FileSeen]:
-        for mapping in parse_maps(self.access.memory_text(pid, "maps") or "").values():
-            if is_data_file(mapping.path, mapped=True) and not mapping.executable:
-                yield FileSeen(-1, mapping.path, 0, self._mount_of(mapping.path), mapping.end)
-
-    def _mount_of(self, path: str) -> int:
-        best = max((m for m in self.mounts.values() if _below(path, m.point)), key=lambda m: len(m.point), default=None)
-        return best.number if best else 0
+        for mapping in self._data_maps(pid):
+            mount = mount_of(mapping.path, self.mounts.values())
+            yield FileSeen(-1, mapping.path, 0, mount.number if mount else 0, mapping.end)
 
     def _peers(self) -> dict[int, str]:
         peers: dict[int, str] = {}
@@ -341,17 +367,5 @@ class _Observer:
         return peers
 
 
-def _below(path: str, folder: str) -> bool:
-    return folder in ("/", path) or path.startswith(f"{folder}/")
-
-
 def _io(text: str | None) -> IoCounters | None:
     return parse_io(text) if text else None
-
-
-def _read(path: str) -> str:
-    try:
-        with open(path) as file:
-            return file.read()
-    except OSError:
-        return ""

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from hsloader.monitor.files import is_remote
+from hsloader.monitor.files import is_remote, mount_of
 from hsloader.monitor.kernel import Wait, syscall_name
-from hsloader.monitor.procfs import IoCounters, Mount
+from hsloader.monitor.procfs import IoCounters
 from hsloader.monitor.roles import Role
 from hsloader.monitor.samples import FileSeen, Glance, Observation, ProcessSample, ThreadSample, Track
 
@@ -303,13 +303,11 @@ def _note_maps(found: dict[str, _Evidence], glances: Iterable[Glance]) -> None:
 
 def _note_calls(found: dict[str, _Evidence], glance: Glance) -> None:
     for thread in glance.threads:
-        wait = thread.wait
-        link = thread.links[0] if thread.links else ""
-        path = link if link.startswith("/") else thread.path
-        if wait not in (Wait.READ, Wait.OPEN) or not path or not path.startswith("/"):
+        if thread.wait is not Wait.READ or not thread.links:
             continue
+        path = thread.links[0]
         file = next((f for f in glance.files if f.path == path), None)
-        if wait is Wait.READ and file is not None:
+        if file is not None:
             evidence = found.setdefault(path, _Evidence())
             evidence.file, evidence.how, evidence.when = file, "read", glance.at
             evidence.reads += 1
@@ -319,7 +317,7 @@ def _note_calls(found: dict[str, _Evidence], glance: Glance) -> None:
 
 def _reading(observation: Observation, path: str, evidence: _Evidence) -> FileReading:
     seen = evidence.file
-    mount = observation.mounts.get(seen.mount) if seen and seen.mount else _mount_of(observation, path)
+    mount = observation.mounts.get(seen.mount) if seen and seen.mount else mount_of(path, observation.mounts.values())
     return FileReading(
         path=path,
         position=evidence.position,
@@ -336,11 +334,6 @@ def _reading(observation: Observation, path: str, evidence: _Evidence) -> FileRe
     )
 
 
-def _mount_of(observation: Observation, path: str) -> Mount | None:
-    fitting = [m for m in observation.mounts.values() if m.point == "/" or path.startswith(m.point.rstrip("/") + "/")]
-    return max(fitting, key=lambda m: len(m.point), default=None)
-
-
 def _current(observation: Observation, files: tuple[FileReading, ...], thread: ThreadSample) -> FileReading | None:
     """The file that the deciding thread is in right now, else the best supported one."""
     paths = [*thread.links[:1], *([thread.path] if thread.path else [])]
@@ -349,7 +342,7 @@ def _current(observation: Observation, files: tuple[FileReading, ...], thread: T
             if file.path == path:
                 return file
     if thread.wait is Wait.OPEN and thread.path:
-        mount = _mount_of(observation, thread.path)
+        mount = mount_of(thread.path, observation.mounts.values())
         return FileReading(
             path=thread.path,
             position=0,

@@ -18,7 +18,9 @@ def test_stat_of_a_process_with_a_hostile_name() -> None:
     found = parse_stat(line)
     assert (found.pid, found.name, found.state, found.parent) == (42, "a) R 7 (b", "S", 1)
     assert (found.minor_faults, found.major_faults, found.cpu_ticks, found.threads) == (500, 3, 33, 9)
-    assert (found.started, found.exit_code) == (5555, 139)
+    assert (found.started, found.exit_code, found.kernel) == (5555, 139, False)
+    thread = "2 (kthreadd) S 0 0 0 0 -1 2129984 0 0 0 0 0 0 0 0 20 0 1 0 5 0 0 " + "0 " * 27 + "0\n"
+    assert parse_stat(thread).kernel
 
 
 def test_mounts_with_servers_and_blanks() -> None:
