@@ -134,7 +134,7 @@ def _print(found: BenchReport, page: Path | None) -> None:
         f"  {found.verdict.sentence}", style=None if headspace is None else "good" if headspace >= 1 else "warn"
     )
     output.heading("recommended")
-    output.line(f"  {found.options_python()}")
+    output.line(f"  hsloader.DataLoader(..., read={found.options_python()})")
     output.line(f"  {found.options_json()}")
     if page is not None:
         output.line()

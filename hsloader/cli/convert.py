@@ -11,6 +11,7 @@ from typer.core import TyperCommand
 
 from hsloader.cli import output
 from hsloader.cli.common import INTERRUPTED, Json, Quiet, Traceback, clear_errors, parse_size
+from hsloader.cli.inspect import others_text
 from hsloader.cli.progress import ProgressDisplay, show_progress
 
 if TYPE_CHECKING:
@@ -199,7 +200,7 @@ def print_plan(plan: PlanSummary, *, list_refused: bool) -> None:
             *(_sizes(plan) if plan.samples else ()),
             ("so far", f"{output.count(plan.present, 'sample')} from earlier" if plan.present else ""),
             ("new samples", "" if plan.samples else "none"),
-            ("other files", f"{output.count(len(plan.skipped))} that are no samples" if plan.skipped else ""),
+            ("other files", others_text(plan.skipped)),
             (
                 "set aside",
                 "" if list_refused or not refused else f"{output.count(len(refused), 'sample')}, listed below",

@@ -52,7 +52,7 @@ def export(
     if report.renamed:
         name, file = next(iter(report.renamed.items()))
         output.line(
-            f"{output.count(len(report.renamed), 'file')} could not have the sample's name, for example "
-            f"{output.printable(name)} is {output.printable(file)} (all of them with --json)"
+            f"{output.count(len(report.renamed), 'sample')} had to be named otherwise, for example "
+            f"{output.printable(name)} as {output.printable(file)} (all of them with --json)"
         )
     return 0

@@ -55,8 +55,19 @@ def _document(dataset: Dataset) -> dict[str, Any]:
             "source_dtype": field.source_dtype,
         }
     document["quarantine"] = quarantine
+    document["unfinished"] = _unfinished(dataset)
     document["lengths"] = _spread(dataset)
     return document
+
+
+def _unfinished(dataset: Dataset) -> int:
+    """Samples that a conversion has planned and not converted yet: it was interrupted, or it runs."""
+    from hsloader.conversion.journal import Journal
+
+    try:
+        return Journal(dataset.path).unfinished({entry.number for entry in dataset.manifest.segments})
+    except (OSError, ValueError, LookupError, TypeError):  # a journal says nothing about what is in the dataset
+        return 0
 
 
 def _spread(dataset: Dataset) -> dict[str, Any]:
@@ -102,12 +113,21 @@ def provenance_facts(provenance: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
+def _missing_text(number: int) -> str:
+    if not number:
+        return ""
+    return (
+        f"{output.count(number, 'more sample')} planned: the conversion still runs, or was interrupted (type it again)"
+    )
+
+
 def _print(document: Mapping[str, Any]) -> None:
     raw, stored = document["raw_bytes"], document["stored_bytes"]
     output.line(output.path_text(document["path"]), style="bold")
     output.facts(
         [
             ("samples", output.count(document["samples"])),
+            ("unfinished", _missing_text(document["unfinished"])),
             ("tokens", output.count(document["tokens"])),
             ("values", output.bytes_text(raw)),
             ("on disk", f"{output.bytes_text(stored)} ({output.ratio_text(raw, stored)})"),

@@ -12,10 +12,13 @@ from hsloader.cli.common import FAILED, SET_ASIDE, Json, Quiet, Traceback, clear
 from hsloader.cli.progress import ProgressDisplay, show_progress
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from hsloader.conversion.inspection import Inspection
+    from hsloader.formats.discover import Skipped
     from hsloader.formats.producer_settings import ProducerSettings
 
-__all__ = ["inspect", "inspect_with_progress", "print_inspection"]
+__all__ = ["inspect", "inspect_with_progress", "others_text", "print_inspection"]
 
 
 @clear_errors
@@ -68,7 +71,7 @@ def print_inspection(found: Inspection, *, next_step: bool = True) -> None:
             ("size", f"{output.bytes_text(found.source_bytes)}, {output.bytes_text(found.payload_bytes)} of it values"),
             *(("told by" if i == 0 else "", _told(settings)) for i, settings in enumerate(found.told)),
             ("last state", _norm(found)),
-            ("other files", f"{output.count(len(found.skipped))} that are no samples" if found.skipped else ""),
+            ("other files", others_text(found.skipped)),
             *(
                 ("left out", f"{output.printable(what)} ({output.count(n, 'sample')})")
                 for what, n in found.left_out.items()
@@ -92,6 +95,11 @@ def print_inspection(found: Inspection, *, next_step: bool = True) -> None:
         output.line("No kind has 90 % of the samples: convert each from a folder of its own.", style="bad")
     elif next_step:
         output.next_command("hsloader", "convert", source, "DST")
+
+
+def others_text(skipped: Sequence[Skipped]) -> str:
+    """How many files are no samples, and which if they are few."""
+    return output.named(f"{output.count(len(skipped))} that are no samples", [item.name for item in skipped])
 
 
 def _fields(kind: str) -> str:

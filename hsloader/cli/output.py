@@ -24,6 +24,7 @@ __all__ = [
     "histogram",
     "line",
     "listing",
+    "named",
     "next_command",
     "path_text",
     "print_json",
@@ -78,6 +79,14 @@ def count(number: int, noun: str = "", plural: str = "") -> str:
     if not noun:
         return f"{number:,}"
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def named(count_text: str, names: Sequence[str], most: int = 3) -> str:
+    """``"3 that are no samples: a, b, c"``; of more than ``most`` only some, empty for none."""
+    if not names:
+        return ""
+    shown = ", ".join(map(printable, names[:most]))
+    return f"{count_text}: {shown}{', ...' if len(names) > most else ''}"
 
 
 def printable(text: object) -> str:

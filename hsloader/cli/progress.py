@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hsloader.cli import output
 
@@ -66,32 +66,36 @@ class ProgressDisplay:
             return
         now = time.monotonic()
         if stage != self._stage:
-            self._stage, self._began, self._task = stage, now, None
+            self._end_stage()
+            self._stage, self._began = stage, now
         seconds = now - self._began
         if rate is None:
             rate = done / seconds if seconds > 0 else 0.0
         if seconds_left is None and total and rate:
             seconds_left = max(0.0, (total - done) / rate)
         amount, speed = _amount(done, total, unit), _speed(rate, unit)
+        share = f"{100 * done / total:.0f} %" if total else ""
         left = f"{output.duration_text(seconds_left)} left" if seconds_left is not None and done < total else ""
         if not self._terminal:
             if now - self._spoke >= _LINE_SECONDS:
                 self._spoke = now
-                share = f"{100 * done / total:.0f} %" if total else ""
                 parts = [part for part in (share, amount, speed, left, note) if part]
                 print(f"{stage}: {', '.join(parts)}", file=sys.stderr, flush=True)
             return
         if self._bars is None:
             self._bars = _bars()
             self._bars.start()
+        texts: dict[str, Any] = {"share": share, "amount": amount, "speed": speed, "left": left, "note": note}
         if self._task is None:
-            self._task = self._bars.add_task(
-                stage, total=total or None, completed=done, amount=amount, speed=speed, left=left, note=note
-            )
+            self._task = self._bars.add_task(stage, total=total or None, completed=done, **texts)
         else:
-            self._bars.update(
-                self._task, total=total or None, completed=done, amount=amount, speed=speed, left=left, note=note
-            )
+            self._bars.update(self._task, total=total or None, completed=done, **texts)
+
+    def _end_stage(self) -> None:
+        """Let the bar of a stage that another one follows stand still, full."""
+        if self._bars is not None and self._task is not None:
+            self._bars.update(self._task, total=1, completed=1, share="", speed="", left="")
+        self._task = None
 
 
 def show_progress(display: ProgressDisplay, progress: Progress) -> None:
@@ -118,7 +122,7 @@ def _bars() -> rich.progress.Progress:
     return Progress(
         TextColumn("{task.description:<8}"),
         BarColumn(bar_width=24),
-        TextColumn("{task.percentage:>3.0f} %"),
+        TextColumn("{task.fields[share]:>5}", markup=False),
         TextColumn("{task.fields[amount]}", markup=False),
         TextColumn("{task.fields[speed]}", markup=False),
         TextColumn("{task.fields[left]}", markup=False),
@@ -140,4 +144,4 @@ def _amount(done: int, total: int, unit: str) -> str:
 def _speed(rate: float, unit: str) -> str:
     if rate <= 0:
         return ""
-    return output.rate_text(rate) if unit == "bytes" else f"{rate:,.0f} {unit}/s"
+    return output.rate_text(rate) if unit == "bytes" else f"{rate:{',.0f' if rate >= 10 else '.1g'}} {unit}/s"

@@ -15,6 +15,7 @@ from hsloader.conversion.fp8 import is_encoded, made_scales, restored_bits, sour
 from hsloader.conversion.report import Progress, ProgressCallback
 from hsloader.conversion.space import demand_space
 from hsloader.errors import ConversionError
+from hsloader.formats.layouts import Layout, layout_named
 from hsloader.formats.writing import WRITABLE, sample_writer
 from hsloader.store.dataset import Dataset, open_dataset
 from hsloader.store.fields import Field
@@ -92,7 +93,7 @@ def export(
             raw_bytes=done,
             seconds=time.monotonic() - began,
             renamed=renamed,
-            notes=_notes(dataset),
+            notes=_notes(dataset, layout_named(chosen)),
         )
 
 
@@ -119,11 +120,18 @@ def _restored(values: Mapping[str, Bits], fields: Mapping[str, Field]) -> tuple[
     return found, kept
 
 
-def _notes(dataset: Dataset) -> tuple[str, ...]:
-    rounded = [field.name for field in dataset.fields.values() if is_encoded(field)]
-    if not rounded:
-        return ()
-    return (f"{', '.join(rounded)}: rounded to fp8 by the conversion; written are the restored values",)
+def _notes(dataset: Dataset, layout: Layout) -> tuple[str, ...]:
+    notes = []
+    if rounded := [field.name for field in dataset.fields.values() if is_encoded(field)]:
+        notes.append(f"{', '.join(rounded)}: rounded to fp8 by the conversion; written are the restored values")
+    words = {"pre": "before the final norm", "post": "after it"}
+    here, usual = dataset.provenance.norm_state, layout.usual_norm_state
+    if here in words and usual in words and here != usual:
+        notes.append(
+            f"careful: {layout.producer} writes and expects the last state {words[usual]} ({usual}-norm), the dataset "
+            f"has it {words[here]} ({here}-norm), and so have the files"
+        )
+    return tuple(notes)
 
 
 def _fields_of(dataset: Dataset, i: int) -> dict[str, Field]:

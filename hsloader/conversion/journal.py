@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,6 +87,13 @@ class Journal:
     def replace_plan(self, number: int, plan: Plan) -> None:
         """Put another plan in the place of plan ``number``, durably."""
         replace_file(self.directory / f"plan-{number:06d}.json", plan.to_json(), scratch=self.directory)
+
+    def unfinished(self, listed: Collection[int]) -> int:
+        """Samples that are planned and wait for a run: of segments that are not ``listed`` nor known to be empty."""
+        empty = {number for number, settled in self.settled().items() if settled.digest is None}
+        paths = sorted(self.directory.glob("plan-*.json")) if self.exists else []
+        segments = [s for path in paths for s in json.loads(path.read_bytes())["segments"]]
+        return sum(len(s["samples"]) for s in segments if s["number"] not in empty and s["number"] not in listed)
 
     def settled(self) -> dict[int, Settled]:
         """The segments that are done, by number; a line that a kill cut short does not count."""

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
+import pytest
+
+import hsloader
+from hsloader.conversion.report import Progress
 from tests.cli.conftest import Run
 
 
@@ -27,6 +32,25 @@ def test_json(run: Run, dataset: Path) -> None:
     assert document["provenance"]["norm_state"] == "pre"
     assert document["fields"]["last_hidden_state"]["stored_bytes"] > 0
     assert document["quarantine"] == []
+
+
+def test_an_interrupted_conversion_is_not_taken_for_a_whole_one(run: Run, dump: Path, tmp_path: Path) -> None:
+    target = tmp_path / "new.hs"
+    run("convert", dump, target)
+    shutil.copy(dump / "data_0.pt", dump / "data_9.pt")
+
+    def stop(progress: Progress) -> None:
+        if progress.stage == "convert":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        hsloader.convert(dump, target, workers=1, progress=stop)
+    assert run("info", target, "--json").document["unfinished"] == 1
+    assert "1 more sample planned" in run("info", target).out
+    run("convert", dump, target)
+    document = run("info", target, "--json").document
+    assert (document["samples"], document["unfinished"]) == (5, 0)
+    assert "unfinished" not in run("info", target).out
 
 
 def test_what_was_set_aside_is_remembered(run: Run, dump: Path, tmp_path: Path) -> None:

@@ -48,5 +48,11 @@ def test_counts_have_their_plural() -> None:
     assert [output.count(n, "sample") for n in (0, 1, 10_000)] == ["0 samples", "1 sample", "10,000 samples"]
 
 
+def test_some_names_of_many() -> None:
+    assert output.named("no files", []) == ""
+    assert output.named("2 files", ["a", "b\n"]) == "2 files: a, b\\n"
+    assert output.named("4 files", list("abcd")) == "4 files: a, b, c, ..."
+
+
 def test_names_become_printable() -> None:
     assert output.printable("a\tb\x1b[31m\udcff\u202eü") == r"a\tb\x1b[31m\xff\u202eü"

@@ -104,11 +104,15 @@ def test_export_equals_source(tmp_path: Path, make: Callable[[int, int], dict[st
 def test_one_layout_as_the_other(tmp_path: Path) -> None:
     (tmp_path / "src").mkdir()
     torch.save(speculators(1, 20), tmp_path / "src" / "data_1.pt")
-    convert(tmp_path / "src", tmp_path / "dst")
+    convert(tmp_path / "src", tmp_path / "dst", norm_state="pre")
 
     report = export(tmp_path / "dst", tmp_path / "out", layout="specforge-eagle3")
 
     assert report.renamed == {"data_1.pt": "data_1.ckpt"}
+    (note,) = report.notes  # its trainers would take the state for a normed one
+    assert "pre-norm" in note
+    assert "post-norm" in note
+    assert not export(tmp_path / "dst", tmp_path / "same").notes
     expected = speculators(1, 20)["hidden_states"]
     found = load(tmp_path / "out" / "data_1.ckpt")
     assert torch.equal(found["aux_hidden_state"], torch.cat(expected[:3], dim=1)[None])
