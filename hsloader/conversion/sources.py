@@ -92,8 +92,8 @@ class SourceComparison:
             lines.append(f"  and {len(changed) - _SHOWN:,} more")
         raise SettingsChangedError(
             f"{len(changed):,} source files are not as they were when they were planned:\n" + "\n".join(lines) + "\n"
-            "Put them back as they were, convert to another destination, or pass replan to keep every segment that is "
-            "listed (whatever happened to its sources since) and to plan the rest anew"
+            "Put them back as they were, convert to another destination, or say --replan (in Python replan=True): it "
+            "keeps every segment that is listed (whatever happened to its sources since) and plans the rest anew"
         )
 
     def note(self) -> Sequence[str]:

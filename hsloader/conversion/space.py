@@ -76,7 +76,7 @@ def demand_space(needed: int, destination: Path, can_delete: bool) -> None:
 
 def bytes_text(size: float) -> str:
     """Bytes for a person."""
-    for unit in ("bytes", "KB", "MB", "GB"):
+    for unit in ("bytes", "kB", "MB", "GB"):
         if abs(size) < 1000:
             return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
         size /= 1000

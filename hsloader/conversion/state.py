@@ -17,8 +17,8 @@ from hsloader.store.stored_segment import Segment
 __all__ = ["State", "changed_settings", "quarantined_in"]
 
 _REMEDY = (
-    "Run with the values of the journal, convert to another destination, or pass replan to keep every segment that is "
-    "listed and to plan the rest anew"
+    "Run with the values of the journal, convert to another destination, or say --replan (in Python replan=True): it "
+    "keeps every segment that is listed and plans the rest anew"
 )
 
 
@@ -114,7 +114,7 @@ def changed_settings(plans: Sequence[Plan], source: str, settings: ConvertSettin
     for plan in plans:
         there = {**defaults, **plan.settings}
         differences = [
-            f"  {name}: the journal has {there[name]!r}, this run has {wanted.get(name, 'no such setting')!r}"
+            f"  {name}: the journal has {_said(there[name])}, this run has {_said(wanted.get(name, 'no such setting'))}"
             for name in sorted(there)
             if there[name] != wanted.get(name)
         ]
@@ -125,6 +125,11 @@ def changed_settings(plans: Sequence[Plan], source: str, settings: ConvertSettin
     if plans and not settings.append and all(plan.source != source for plan in plans):
         return SettingsChangedError(
             f"this destination was converted from another source: the journal has {plans[-1].source}, this run has "
-            f"{source}. Pass append to add a second source to the dataset, or convert to another destination"
+            f"{source}. Say --append (in Python append=True) to add a second source to the dataset, or convert to "
+            "another destination"
         )
     return None
+
+
+def _said(value: object) -> str:
+    return "none" if value is None else repr(value)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 __all__ = ["listed", "plural", "rate_text", "share_text", "size_text", "time_text"]
 
-_UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def size_text(count: float) -> str:

@@ -43,6 +43,8 @@ class LoaderState:
         if not isinstance(value, Mapping):
             raise StateError(f"a loader state is a dict, not {type(value).__name__}")
         version = value.get("format")
+        if version is None:
+            raise StateError(f"this is no loader state: it has {', '.join(map(str, value)) or 'nothing in it'}")
         if version != STATE_FORMAT:
             raise StateError(
                 f"loader state of format {version!r}: this version reads format {STATE_FORMAT}; load it with the "

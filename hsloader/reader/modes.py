@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from hsloader.monitor.words import size_text
 from hsloader.reader.limits import memory_total
 from hsloader.reader.options import ReadOptions
 
@@ -77,7 +78,7 @@ def choose_mode(options: ReadOptions, root: Path, stored_bytes: int, find_shard:
     drop = options.drop_pages
     if drop is None:
         drop = stored_bytes > 0.8 * memory
-    sizes = f"{_gib(stored_bytes)} of data, {_gib(memory)} of memory"
+    sizes = f"{size_text(stored_bytes)} of data, {size_text(memory)} of memory"
     mode: str = options.mode
     if mode == "auto":
         mode, reason = _decide(name, local, find_shard, stored_bytes, memory)
@@ -91,7 +92,7 @@ def choose_mode(options: ReadOptions, root: Path, stored_bytes: int, find_shard:
             raise ValueError(f"mode='direct': {name} refuses O_DIRECT for {shard}; use mode='pread' or 'auto'")
         drop = False
     kept = "; pages are dropped once decoded" if drop else ""
-    return ReadMode(mode, drop, name, local, f"{reason} ({name}, {sizes}{kept})")
+    return ReadMode(mode, drop, name, local, f"{reason}; {name}, {sizes}{kept}")
 
 
 def _decide(
@@ -156,7 +157,3 @@ def _probe(path: Path, *, direct: bool) -> float:
         return done / max(1e-9, time.perf_counter() - started)
     finally:
         os.close(fd)
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:,.1f} GiB"

@@ -63,7 +63,7 @@ class ReadOptions:
 
 def _whole(name: str, value: object, least: int, most: int | None, unit: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}={value!r}: expected a whole number{unit}")
+        raise TypeError(f"{name}={value!r}: expected a whole number{unit and f' of{unit}'}")
     if value < least or (most is not None and value > most):
         bounds = f"at least {least}" if most is None else f"{least} to {most}"
         raise ValueError(f"{name}={value}: expected {bounds}{unit}")

@@ -31,7 +31,7 @@ def check_compatible(
             if not allow_unknown:
                 raise IncompatibleError(
                     f"{path}: {what}: the dataset has {_value(there)}, what is appended has {_value(here)}; say which "
-                    "it is, or allow unknown provenance explicitly"
+                    "it is, or allow it: --allow-unknown (in Python allow_unknown=True)"
                 )
             continue
         raise IncompatibleError(

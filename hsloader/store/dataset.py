@@ -244,7 +244,7 @@ class Dataset:
         called = str(i)
         with contextlib.suppress(DamageError, OSError):
             called = f"{i} {self.name(i)!r}"
-        return DamageError(f"{text} (dataset {self.path}, {place}, sample {called}); run: hsloader verify")
+        return DamageError(f"{text} (dataset {self.path}, {place}, sample {called}); run: hsloader verify {self.path}")
 
     def _place(self, i: int) -> tuple[Segment, int]:
         i = self._index(i)

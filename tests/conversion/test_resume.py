@@ -19,6 +19,8 @@ import pytest
 from hsloader import ConversionError, StoreBusyError, convert, open_dataset, verify
 from hsloader.conversion.report import Progress
 from hsloader.store import shard as shard_module
+from hsloader.store.manifest import Manifest, SegmentEntry
+from hsloader.store.publish import Root
 from tests.conversion.sources import fill, flip_a_byte, leftovers, tree
 
 SEGMENT = 1 << 20
@@ -119,11 +121,30 @@ def test_full_disk(
     assert tree(dst) == undisturbed
 
 
+def test_a_disk_that_is_full_for_the_manifest(
+    source: Path, undisturbed: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dst = tmp_path / "dst"
+    append = Root.append_segments
+
+    def full(root: Root, entries: Sequence[SegmentEntry], *rest: Any, **named: Any) -> Manifest:
+        if entries[0].number == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return append(root, entries, *rest, **named)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Root, "append_segments", full)
+        with pytest.raises(ConversionError, match=r"2 of 5 segments of this run are listed \(5 samples\)"):
+            convert(source, dst, segment_size=SEGMENT, workers=1)
+    convert(source, dst, segment_size=SEGMENT)
+    assert tree(dst) == undisturbed
+
+
 def test_not_enough_room_is_told_before_anything_is_written(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hsloader.conversion.space.free_bytes", lambda path: 1000)
-    with pytest.raises(ConversionError, match=r"not enough room.*are needed, 1\.0 KB are free"):
+    with pytest.raises(ConversionError, match=r"not enough room.*are needed, 1\.0 kB are free"):
         convert(source, tmp_path / "dst")
     assert not (tmp_path / "dst").exists()
 
@@ -175,7 +196,7 @@ def _when_nobody_writes(dst: Path) -> None:
 
 
 def _strays() -> list[psutil.Process]:
-    return [p for p in psutil.process_iter() if p.ppid() == 1]
+    return [p for p in psutil.process_iter(["ppid"]) if p.info["ppid"] == 1]
 
 
 def _command(process: psutil.Process) -> list[str]:
