@@ -273,12 +273,11 @@ class Execution:
 
     def _full(self, error: OSError) -> ConversionError:
         """The error for a disk that is full, with what is there, what is missing and what is safe."""
-        listed = sum(work.entry is not None for work in self._queue[: self._next])
-        left = sum(work.payload for work in self._queue[self._next :])
+        left = sum(work.payload for work in self._queue if not self._state.done(work.segment.number))
         ratio = self.totals.raw_bytes / self.totals.stored_bytes if self.totals.stored_bytes else 1.4
         return ConversionError(
             f"{error.filename or self._root.path}: {error.strerror}: {bytes_text(free_bytes(self._root.path))} are "
-            f"free at {self._root.path}, about {bytes_text(left / ratio)} more are needed. {listed} of "
+            f"free at {self._root.path}, about {bytes_text(left / ratio)} more are needed. {self.totals.segments} of "
             f"{len(self._queue)} segments of this run are listed ({self.totals.samples:,} samples) and stay. Make room "
             "and run the same command again: it goes on from there"
         )

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from hsloader.formats.casting import exact_cast
 from hsloader.store.dtypes import dtype_of
 from hsloader.store.fields import Field
+from hsloader.store.samples import sample_key
 
 __all__ = ["WRITABLE", "SampleWriter", "safetensors_bytes", "sample_writer"]
 
@@ -33,6 +34,7 @@ WRITABLE = (
     "specforge-dspark",
     "specforge-dflash",
 )
+_NAME_BYTES = 255  # of a file's name on Linux
 _FIELDS = frozenset({"input_ids", "loss_mask", "hidden_states", "last_hidden_state"})
 _SAFETENSORS = {
     "float64": "F64",
@@ -86,6 +88,7 @@ class _TorchWriter:
     def __init__(self, layout: str, root: Path) -> None:
         self._layout = layout
         self._root = root
+        self._renamed: set[str] = set()  # files that have another name than their sample
 
     def __enter__(self) -> _TorchWriter:
         return self
@@ -101,7 +104,6 @@ class _TorchWriter:
         """Write one sample as a torch file, whole or not at all; an existing file is not overwritten."""
         import torch
 
-        name = file_name(self._layout, name)
         tensors = {key: _tensor(torch, bits, fields[key]) for key, bits in values.items()}
         record = _RECORDS[self._layout](tensors)
         for key, value in extras.items():
@@ -111,8 +113,20 @@ class _TorchWriter:
         buffer = io.BytesIO()
         torch.save(record, buffer)
         data = buffer.getvalue()
-        publish(self._root / name, gzip.compress(data, 6, mtime=0) if name.endswith(".gz") else data)
-        return name
+        written = file_name(self._layout, name)
+        if written.endswith(".gz"):
+            data = gzip.compress(data, 6, mtime=0)
+        try:
+            publish(self._root / written, data)
+        except FileExistsError:
+            if written == name and written not in self._renamed:
+                raise
+            # a.ckpt and a.pt of the source, where both are to end in .pt
+            written = _distinct(written, name)
+            publish(self._root / written, data)
+        if written != name:
+            self._renamed.add(written)
+        return written
 
 
 def _tensor(torch: Any, bits: Array, field: Field) -> Any:
@@ -188,13 +202,23 @@ def file_name(layout: str, name: str) -> str:
     stem = path.name.removesuffix(".gz")
     for suffix in (".ckpt", ".pt", ".pth", ".safetensors"):
         stem = stem.removesuffix(suffix)
-    return str(path.with_name(stem + suffixes[0]))
+    made = str(path.with_name(stem + suffixes[0]))
+    return made if len(os.fsencode(stem + suffixes[0])) <= _NAME_BYTES else _distinct(made, name)
+
+
+def _distinct(written: str, name: str) -> str:
+    """Another file name for the sample ``name`` where ``written`` is taken or too long: with some of the name's key."""
+    path = PurePosixPath(written)
+    suffix = "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
+    end = f"-{sample_key(name):016x}{suffix}"
+    stem = os.fsencode(path.name.removesuffix(suffix))[: _NAME_BYTES - len(end)]
+    return str(path.with_name(os.fsdecode(stem) + end))
 
 
 def publish(path: Path, data: bytes | memoryview) -> None:
     """Write a file whole or not at all; ``FileExistsError`` if it is there."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".hsloader-{os.getpid()}.tmp")  # not the name and more: names may be at their limit
     try:
         temporary.write_bytes(data)
         os.link(temporary, path)  # unlike a rename, a link never replaces a file

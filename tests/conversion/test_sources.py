@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,14 +80,41 @@ def test_nothing_is_deleted_that_was_not_read_back(tmp_path: Path) -> None:
     assert all("read-back" in item.reason for item in report.deleted.kept)
 
 
-def test_a_difference_at_read_back_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("refused", ["nothing", "the flag", "the read"])
+def test_read_back_in_small_windows_by_direct_io_or_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    fill(tmp_path / "src", 5)
+    fcntl, preadv = readback.fcntl.fcntl, readback.os.preadv
+    direct: set[int] = set()
+
+    def set_flags(fd: int, command: int, flags: int) -> int:
+        if refused == "the flag" and flags:
+            raise OSError(errno.EINVAL, "no direct reads here")
+        (direct.add if flags else direct.discard)(fd)
+        return 0 if refused == "the read" else fcntl(fd, command, flags)
+
+    def read(fd: int, buffers: Any, offset: int) -> int:
+        if refused == "the read" and fd in direct:
+            raise OSError(errno.EINVAL, "not aligned as this disk wants it")
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(readback.fcntl, "fcntl", set_flags)
+    monkeypatch.setattr(readback.os, "preadv", read)
+    monkeypatch.setattr(readback, "_WINDOW", 1 << 16)
+    monkeypatch.setattr(readback, "_GROUP", 1 << 18)
+    assert convert(tmp_path / "src", tmp_path / "dst", threads=2).converted == 5
+
+
+@pytest.mark.parametrize("field", ["hidden_states", "last_hidden_state", "input_ids"])
+def test_a_difference_at_read_back_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str) -> None:
     src, dst = tmp_path / "src", tmp_path / "dst"
     fill(src, 4)
     whole = readback.drop_from_cache
 
     def disk_that_lies(directory: Path) -> None:
         whole(directory)
-        flip_a_byte(directory / "hidden_states" / "c.0.0.0")
+        flip_a_byte(next((directory / field).glob("c.*")))
 
     with monkeypatch.context() as patched:
         patched.setattr(readback, "drop_from_cache", disk_that_lies)

@@ -133,3 +133,19 @@ def test_names_stay_below_the_folder() -> None:
     with pytest.raises(ValueError, match="cannot be written"):
         sample_writer("vllm", ".")
     assert len(WRITABLE) == 6
+
+
+def test_names_that_are_taken_or_too_long(tmp_path: Path) -> None:
+    fields = {"hidden_states": Field(name="hidden_states", dtype="float32", shape=(1, HIDDEN))}
+    values = {"hidden_states": np.zeros((2, 1, HIDDEN), np.float32)}
+    longest = "n" * 252 + ".pt"
+    names = ["a.pt", "a.ckpt", "a#1.ckpt", "a-1.ckpt", "b/a.pt", longest, longest[1:-3] + "\udcff.pt"]
+    with sample_writer("specforge-dflash", tmp_path) as writer:
+        written = [writer.write(name, values, fields, {}) for name in names]
+    assert written[:5:4] == ["a.ckpt", "b/a.ckpt"]
+    assert len({*written}) == len(names)
+    assert sorted(written) == sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file())
+    with sample_writer("speculators-pair", tmp_path / "same") as writer:
+        pair = {**values, "last_hidden_state": values["hidden_states"][:, 0]}
+        both = {**fields, "last_hidden_state": Field(name="last_hidden_state", dtype="float32", shape=(HIDDEN,))}
+        assert writer.write(longest, pair, both, {}) == longest
