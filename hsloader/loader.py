@@ -51,7 +51,7 @@ class DataLoader:
     """
 
     def __init__(self, dataset: str | os.PathLike[str] | Dataset, **settings: Unpack[LoaderOptions]) -> None:
-        self._prepare(dataset, LoaderSettings(**settings), WHOLE)
+        self._prepare(dataset, LoaderSettings.of(settings), WHOLE)
         if self._settings.batch_sampler is None:
             self._connect()
             if self._settings.split == "train":  # the minutes that a model takes to compile fill the ring

@@ -41,7 +41,7 @@ class HiddenStateDataset(IterableDataset[Any]):
                 f"HiddenStateDataset takes no {given[0]}=: its items are CPU tensors in an order of its own; "
                 "hsloader.DataLoader takes it"
             )
-        self._settings = _ranked(LoaderSettings(**settings))
+        self._settings = _ranked(LoaderSettings.of(settings))
         self._path = Path(dataset).absolute()
         self._epoch = SharedEpoch(self._settings.epoch)
         self._loader = DataLoader._planned(self._path, self._settings, WHOLE)

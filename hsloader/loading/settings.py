@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+import difflib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypedDict
 
 from hsloader.batches.noise import GaussianNoise, UniformNoise
 from hsloader.batches.orders import ORDER_NAMES
+from hsloader.batches.registry import TRAINER_NAMES
 from hsloader.batches.trainer import SequenceParallel
 from hsloader.order.splits import OWN_SPLITS
 from hsloader.reader.options import ReadOptions
 
 __all__ = ["LoaderOptions", "LoaderSettings"]
+
+_ELSEWHERE = {
+    "num_workers": "one process reads ahead by itself; its threads are read=hsloader.ReadOptions(threads=...)",
+    "prefetch_factor": "the ring that batches are read ahead into is read=hsloader.ReadOptions(prefetch=...), in bytes",
+    "prefetch": "say read=hsloader.ReadOptions(prefetch=...), in bytes",
+    "threads": "say read=hsloader.ReadOptions(threads=...)",
+    "options": "say read=hsloader.ReadOptions(...)",
+    "read_options": "say read=hsloader.ReadOptions(...)",
+    "collate_fn": "batches come collated as trainer= has them; with trainer='raw' say collate=",
+    "sampler": "say batch_sampler=, which gives lists of dataset indices, or samples=",
+    "total_seq_len": "say max_tokens=",
+    "dtype": "say hidden_states_dtype=",
+}
 
 
 class LoaderOptions(TypedDict, total=False):
@@ -113,6 +128,21 @@ class LoaderSettings:
     metrics_port: int = 0
     nvtx: bool = False
     read: ReadOptions = field(default_factory=ReadOptions)
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> LoaderSettings:
+        """The settings of a script's keywords; ``TypeError`` says what to write instead of one that there is not."""
+        names = [item.name for item in fields(cls)]
+        for name in given:
+            if name not in names:
+                near = difflib.get_close_matches(name, names, n=1)
+                hint = _ELSEWHERE.get(name) or (
+                    f"did you mean {near[0]}=?" if near else f"there are {', '.join(names)}"
+                )
+                raise TypeError(f"there is no keyword {name}=: {hint}")
+        if "trainer" not in given:
+            raise TypeError(f"trainer= is missing: whose batches these shall be, one of {', '.join(TRAINER_NAMES)}")
+        return cls(**given)
 
     def __post_init__(self) -> None:
         for name, known in (

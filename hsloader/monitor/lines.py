@@ -80,7 +80,13 @@ def heartbeat_text(
 def _place(now: Snapshot) -> str:
     batches = now[TrainerCounter.EPOCH_BATCHES]
     of = f" of {batches:,}" if batches else ""
-    return f"epoch {now[TrainerCounter.EPOCH]}, batch {now[TrainerCounter.POSITION]:,}{of}"
+    return f"{_name(now, now[TrainerCounter.EPOCH])}, batch {now[TrainerCounter.POSITION]:,}{of}"
+
+
+def _name(now: Snapshot, epoch: int) -> str:
+    """``epoch 3``; that of a validation loader beside the one that trains is ``epoch 3 of val``."""
+    split = now.info.get("split")
+    return f"epoch {epoch} of {split}" if split == "val" else f"epoch {epoch}"
 
 
 def epoch_text(start: Snapshot, now: Snapshot, epoch: int) -> str:
@@ -110,4 +116,6 @@ def epoch_text(start: Snapshot, now: Snapshot, epoch: int) -> str:
         table.append(("left out", f"{plural(skipped, 'bad sample')}"))
     if restarts := i.gained(TrainerCounter.RESTARTS):
         table.append(("restarts", f"the feeder died and was started again {plural(restarts, 'time')}"))
-    return "\n".join([f"epoch {epoch} is over", *(f"  {name:<10} {value}" for name, value in table)])
+    taken, batches = now[TrainerCounter.POSITION], now[TrainerCounter.EPOCH_BATCHES]
+    end = "is over" if taken >= batches else f"was left after {taken:,} of {plural(batches, 'batch', 'batches')}"
+    return "\n".join([f"{_name(now, epoch)} {end}", *(f"  {name:<10} {value}" for name, value in table)])

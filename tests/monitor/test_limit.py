@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hsloader.monitor.counters import FeederCounter, Stage, TrainerCounter, count_wait, wait_quantile
@@ -204,5 +206,8 @@ def test_lines_name_what_matters() -> None:
     assert "data wait 0.2 %, 2 of 4 in the ring ready, 4 min left; trainer-bound; of 8 ranks" in beat
     assert beat.endswith("of 8 ranks here rank 5 waits most: 7.0 %")
     summary = epoch_text(snapshot(), after, 0).splitlines()
-    assert summary[0] == "epoch 0 is over"
+    assert summary[0] == "epoch 0 was left after 50 of 1,250 batches"
+    whole = _ready(10, {TrainerCounter.BATCHES: 50, TrainerCounter.POSITION: 50, TrainerCounter.EPOCH_BATCHES: 50})
+    whole = replace(whole, info={"split": "val"})
+    assert epoch_text(snapshot(), whole, 3).startswith("epoch 3 of val is over\n")
     assert any(line.split() == ["batches", "50", "in", "10", "s"] for line in summary)
