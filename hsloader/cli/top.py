@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,9 +12,12 @@ import typer
 
 from hsloader.cli import output
 from hsloader.cli.common import Json, Traceback, clear_errors
-from hsloader.monitor.words import rate_text, share_text, time_text
+from hsloader.errors import HsloaderError
+from hsloader.monitor.words import listed, rate_text, share_text, time_text
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from rich.console import RenderableType
 
     from hsloader.monitor.overview import LoaderRow
@@ -36,50 +41,60 @@ def top(
 
     Speed, data wait, ring, position, and what the limit is. Ctrl-C ends it.
     """
-    if as_json or once:
-        rows = _look(interval)
-        if as_json:
-            output.print_json([row.as_dict() for row in rows])
-        else:
-            _print(rows)
-        return 0
-    return _watch(interval)
+    if not Path("/proc/self/fd").is_dir():
+        raise HsloaderError(f"hsloader top finds loaders through /proc, which this system ({sys.platform}) has not")
+    if as_json:
+        rows, _ = next(_looks(interval))
+        output.print_json([row.as_dict() for row in rows])
+    elif once or not sys.stdout.isatty():
+        _print(*next(_looks(interval)))
+    else:
+        _watch(interval)
+    return 0
 
 
-def _look(interval: float) -> list[LoaderRow]:
+def _looks(interval: float) -> Iterator[tuple[list[LoaderRow], str]]:
+    """The loaders over one interval after another, and a sentence about those that cannot be read."""
     from hsloader.monitor.gpu import GpuReader
     from hsloader.monitor.neighbours import find_rings
     from hsloader.monitor.overview import overview
 
-    gpus = GpuReader()
     before = find_rings()
-    gpus.sample()
-    time.sleep(interval)
-    gpus.sample()
-    return overview(before, find_rings(), gpus.result()[0])
+    while True:
+        gpus, foreign = GpuReader(), set[int]()
+        gpus.sample()
+        time.sleep(interval)
+        gpus.sample()
+        after = find_rings(foreign=foreign)
+        yield overview(before, after, gpus.result()[0]), _foreign_text(foreign)
+        before = after
 
 
-def _watch(interval: float) -> int:
-    from rich.console import Console
+def _foreign_text(pids: set[int]) -> str:
+    if not pids:
+        return ""
+    who = listed([str(pid) for pid in sorted(pids)])
+    return f"pid {who}: a loader of another version of hsloader; look with the hsloader that is installed there"
+
+
+def _watch(interval: float) -> None:
     from rich.live import Live
+    from rich.text import Text
 
-    console = Console()
-    with Live(_table(_look(min(interval, 0.3))), console=console, auto_refresh=False, screen=False) as live:
-        while True:
-            try:
-                live.update(_table(_look(interval)), refresh=True)
-            except KeyboardInterrupt:
-                return 0
+    with contextlib.suppress(KeyboardInterrupt), Live(Text("looking ..."), auto_refresh=False) as live:
+        for rows, note in _looks(interval):
+            live.update(_table(rows, note), refresh=True)
 
 
-def _print(rows: list[LoaderRow]) -> None:
-    if not rows:
+def _print(rows: list[LoaderRow], note: str) -> None:
+    if rows:
+        output.columns([_HEAD, *(_cells(row) for row in rows)], right=(0, 1, 3, 4, 5, 6))
+    elif not note:
         output.line(_NONE)
-        return
-    cells = [_cells(row) for row in rows]
-    output.columns([_HEAD, *cells], right=(0, 1, 3, 4, 5, 6))
     for row in rows:
         output.line(output.printable(f"  pid {row.pid}: {row.verdict}"))
+    if note:
+        output.line(note)
 
 
 _HEAD = ("pid", "rank", "dataset", "decoded", "tokens/s", "data wait", "GPU", "ring", "epoch: batch", "left")
@@ -110,13 +125,13 @@ def _ring(row: LoaderRow) -> str:
     return f"{'█' * ready}{'▒' * reading}{'·' * (width - ready - reading)} {row.ready}/{row.slots}"
 
 
-def _table(rows: list[LoaderRow]) -> RenderableType:
+def _table(rows: list[LoaderRow], note: str) -> RenderableType:
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
     if not rows:
-        return Text(f"{_NONE}; waiting for one (ctrl-C ends)")
+        return Text(note or f"{_NONE}; waiting for one (ctrl-C ends)")
     table = Table(box=None, pad_edge=False, header_style="bold")
     for number, name in enumerate(_HEAD):
         table.add_column(name, justify="right" if number in (0, 1, 3, 4, 5, 6) else "left", no_wrap=True)
@@ -126,4 +141,4 @@ def _table(rows: list[LoaderRow]) -> RenderableType:
         advice = f" (try: {row.advice})" if row.advice else ""
         text = f"{row.pid}: {output.printable(row.verdict)}{output.printable(advice)}"
         verdicts.append(Text(text, style=_STYLES.get(row.limit, "yellow")))
-    return Group(table, Text(""), *verdicts)
+    return Group(table, Text(""), *verdicts, *([Text(note, style="dim")] if note else []))

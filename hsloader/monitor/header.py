@@ -29,7 +29,16 @@ from crc32c import crc32c
 
 from hsloader.monitor.counters import WAIT_CLASSES, FeederCounter, Stage, ThreadCounter, TrainerCounter
 
-__all__ = ["MEMFD_NAME", "RingShape", "Snapshot", "ThreadRow", "read_shape", "take_snapshot", "unpack_info"]
+__all__ = [
+    "MEMFD_NAME",
+    "OtherVersionError",
+    "RingShape",
+    "Snapshot",
+    "ThreadRow",
+    "read_shape",
+    "take_snapshot",
+    "unpack_info",
+]
 
 MEMFD_NAME = "hsloader-ring"
 MAGIC = b"HSLRING\0"
@@ -111,19 +120,32 @@ REQUEST = struct.Struct("<QqQQQQI")  # serial, key, generation, area offset, are
 COMPLETION = struct.Struct("<QQQQQQQI")  # serial, status, bad, blob bytes, started, finished, decoded bytes, blob crc
 CHECK = struct.Struct("<I")  # the crc32c behind each record
 
+_MOST_HEADER = 64 << 20  # bytes; no ring has slots for more, and a monitor copies the whole header
+
 FILLED = 1  # the status of a completion whose slot holds its batch
 
 
+class OtherVersionError(ValueError):
+    """A ring that another version of hsloader made."""
+
+
 def read_shape(fd: int) -> RingShape:
-    """The shape of the ring in the file open at ``fd``. ``ValueError`` if it is none of this version."""
+    """The shape of the ring in the file open at ``fd``.
+
+    ``ValueError`` if it is no ring, ``OtherVersionError`` if it is one that this version cannot read.
+    """
     data = os.pread(fd, SHAPE.size, 0)
     if len(data) < SHAPE.size:
         raise ValueError(f"descriptor {fd} is no ring: it holds {len(data)} bytes")
     magic, version, slots, threads, _, slot_bytes, area_bytes, file_bytes = SHAPE.unpack(data)
-    if magic != MAGIC or version != VERSION:
-        raise ValueError(f"descriptor {fd} is no ring of version {VERSION}: {magic!r}, version {version}")
+    if magic != MAGIC:
+        raise ValueError(f"descriptor {fd} is no ring: it begins with {magic!r}")
+    if version != VERSION:
+        raise OtherVersionError(
+            f"descriptor {fd} is a ring of version {version}; this hsloader reads version {VERSION}"
+        )
     shape = RingShape(slots=slots, slot_bytes=slot_bytes, area_bytes=area_bytes, threads=threads)
-    if shape.file_bytes != file_bytes or os.fstat(fd).st_size < file_bytes:
+    if shape.file_bytes != file_bytes or shape.areas_at > _MOST_HEADER or os.fstat(fd).st_size < file_bytes:
         raise ValueError(f"the ring at descriptor {fd} contradicts itself: {shape}, {file_bytes} bytes")
     return shape
 
@@ -143,7 +165,10 @@ def unpack_info(data: bytes) -> dict[str, Any]:
     text = data[8 : 8 + min(length, INFO - 8)]
     if not length or crc32c(text) != crc:
         return {}
-    info = json.loads(text)
+    try:
+        info = json.loads(text)
+    except (ValueError, RecursionError):  # another process's memory may hold anything
+        return {}
     return info if isinstance(info, dict) else {}
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hsloader.monitor.access import processes
 from hsloader.monitor.counters import TrainerCounter
-from hsloader.monitor.header import MEMFD_NAME, Snapshot, take_snapshot
+from hsloader.monitor.header import MEMFD_NAME, OtherVersionError, Snapshot, take_snapshot
 from hsloader.monitor.stats import Interval
 
 __all__ = ["FoundRing", "Siblings", "find_rings", "job_name"]
@@ -48,12 +48,20 @@ class FoundRing:
     snapshot: Snapshot
 
 
-def find_rings(pids: Iterable[int] | None = None) -> list[FoundRing]:
-    """The rings of all processes that this user may look into (or of ``pids``), each once, whose trainers live."""
+def find_rings(pids: Iterable[int] | None = None, *, foreign: set[int] | None = None) -> list[FoundRing]:
+    """The rings of all processes that this user may look into (or of ``pids``), each once, whose trainers live.
+
+    ``foreign`` takes the processes that hold a ring of another version of hsloader, which cannot be read.
+    """
     found: dict[tuple[int, int], FoundRing] = {}
     for pid in processes() if pids is None else pids:
         for path in _ring_paths(pid):
-            ring = open_ring(path)
+            try:
+                ring = open_ring(path)
+            except OtherVersionError:
+                if foreign is not None:
+                    foreign.add(pid)
+                continue
             if ring is not None and ring.key not in found:
                 found[ring.key] = ring
     return sorted(found.values(), key=lambda ring: (ring.owner, ring.key))
@@ -72,7 +80,10 @@ def _ring_paths(pid: int) -> Iterator[str]:
 
 
 def open_ring(path: str) -> FoundRing | None:
-    """The ring behind a ``/proc/PID/fd`` path; None if it is gone, not ours, closed, or its trainer has ended."""
+    """The ring behind a ``/proc/PID/fd`` path; None if it is gone, none, closed, or its trainer has ended.
+
+    ``OtherVersionError`` if another version of hsloader made it.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -80,6 +91,8 @@ def open_ring(path: str) -> FoundRing | None:
     try:
         status = os.fstat(fd)
         snapshot = take_snapshot(fd)
+    except OtherVersionError:
+        raise
     except (OSError, ValueError):
         return None
     finally:

@@ -88,7 +88,7 @@ def test_attach_refuses_what_is_no_ring() -> None:
     header = os.pread(ring.fd, 64, 0)
     for data, words in (
         (b"", "holds 0 bytes"),
-        (b"\0" * 4096, "no ring of version"),
+        (b"\0" * 4096, "no ring: it begins with"),
         (header[:8] + b"\x63" + header[9:], "version 99"),
         (header, "contradicts itself"),
     ):
