@@ -12,6 +12,7 @@ The rules, each of which has cost somebody a corrupted batch:
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -23,11 +24,12 @@ import torch
 from numpy.typing import NDArray
 
 from hsloader.batches.noise import GaussianNoise, UniformNoise
-from hsloader.batches.states import restored, tensor_of
+from hsloader.batches.states import restored, torch_dtype
 from hsloader.errors import LoaderError
+from hsloader.reader.lease import Filled
 from hsloader.store.fields import Field
 
-__all__ = ["CudaDriver", "Driver", "Parcel", "SpanPlan", "Transfers", "add_noise"]
+__all__ = ["CudaDriver", "Driver", "Parcel", "SpanPlan", "Transfers", "add_noise", "part_of"]
 
 _ALIGNMENT = 512
 _PORTABLE = 1  # cudaHostRegisterPortable: registered for every CUDA context of the process
@@ -45,9 +47,14 @@ class SpanPlan:
     noisy: bool
 
     @property
+    def stored(self) -> torch.dtype:
+        """Its dtype in the ring."""
+        return torch_dtype(self.field.dtype)
+
+    @property
     def changes(self) -> bool:
         """Whether its values are not simply copied."""
-        return self.noisy or self.dtype != getattr(torch, self.field.dtype)
+        return self.noisy or self.dtype != self.stored
 
 
 class Driver(Protocol):
@@ -190,14 +197,52 @@ class CudaDriver:
 class Parcel:
     """A batch under way.  Whoever reads its slot must keep it until the slot is not read any more."""
 
-    def __init__(self, stream: Any, started: Any, done: Any) -> None:
+    def __init__(self, stream: Any, events: _Events) -> None:
         self.stream = stream
-        self.started = started
-        self.done = done
+        self.events = events
         self.sent = False
+        self.over = False  # the transfer was seen to have ended
+        self.taken = False  # the batch was handed out
         self.bytes = 0
         self.spans: dict[str, torch.Tensor] = {}
         self.host: dict[str, torch.Tensor] = {}
+
+
+class _Events:
+    """What a parcel needs of events; used again by later parcels."""
+
+    __slots__ = ("done", "ready", "started")
+
+    def __init__(self, driver: Driver) -> None:
+        self.ready = driver.event()
+        self.started = driver.event(timed=True)
+        self.done = driver.event(timed=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """Spans ``first`` to ``last`` (numbers) that travel in one copy, as they lie side by side and stay as they are."""
+
+    first: int
+    last: int
+
+
+def _moves(plans: Sequence[SpanPlan]) -> list[_Move]:
+    """The copies of a batch: states in one, what is small in another.
+
+    Apart, as a script may collect its masks, and would keep the states with them. Spans that change their dtype are
+    in none.
+    """
+    moves: list[_Move] = []
+    kinds = [(plan.dtype != plan.stored, plan.field.is_token_field) for plan in plans]
+    for number, (changes, small) in enumerate(kinds):
+        if changes:
+            continue
+        if moves and moves[-1].last == number - 1 and kinds[number - 1] == (changes, small):
+            moves[-1] = _Move(moves[-1].first, number)
+        else:
+            moves.append(_Move(number, number))
+    return moves
 
 
 class _Memory:
@@ -206,26 +251,26 @@ class _Memory:
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
         self.moving: list[Parcel] = []
-        self.registered: dict[tuple[int, int], NDArray[np.uint8]] = {}
+        self.registered: dict[tuple[int, int], tuple[NDArray[np.uint8], torch.Tensor]] = {}
 
     def mark(self, parcel: Parcel) -> None:
         """Give a parcel whose sending was interrupted its event: behind whatever was started of it."""
         if not parcel.sent:
             parcel.bytes = 0
-            self.driver.record(parcel.done, self.driver.side)
+            self.driver.record(parcel.events.done, self.driver.side)
             parcel.sent = True
 
     def shut(self) -> None:
         for parcel in self.moving:
             self.mark(parcel)
-            self.driver.synchronize(parcel.done)
+            self.driver.synchronize(parcel.events.done)
         self.moving.clear()
         while self.registered:
-            self.driver.unregister(self.registered.popitem()[1])
+            self.driver.unregister(self.registered.popitem()[1][0])
 
 
 class Transfers:
-    """Sends batches to a device, one copy a span.
+    """Sends batches to a device in few copies: one of the states, one of what is small, one of the host's arrays.
 
     ``plans``: the spans in the order of the ring's.  ``moved`` is called with (nanoseconds, bytes) of each transfer
     that is over.
@@ -242,6 +287,9 @@ class Transfers:
         self._plans = tuple(plans)
         self._noise = noise
         self._moved = moved
+        self._moves = _moves(self._plans)
+        self._recast = [number for number, plan in enumerate(self._plans) if plan.dtype != plan.stored]
+        self._events: list[_Events] = []
         self._memory = _Memory(driver)
         self._finalizer = weakref.finalize(self, _Memory.shut, self._memory)
 
@@ -259,94 +307,135 @@ class Transfers:
 
         Whoever has the slot's lease hang on the parcel's life can be interrupted anywhere.
         """
-        return Parcel(self._driver.current(), self._driver.event(timed=True), self._driver.event(timed=True))
+        return Parcel(self._driver.current(), self._events.pop() if self._events else _Events(self._driver))
 
     def send(
         self,
         parcel: Parcel,
+        filled: Filled,
         *,
-        place: tuple[int, int],
-        memory: NDArray[np.uint8],
-        spans: Sequence[NDArray[np.generic]],
         host: Mapping[str, NDArray[np.generic]],
-        filled: Sequence[NDArray[np.int64] | None],
+        noisy: Sequence[NDArray[np.int64] | None],
         seed: int,
     ) -> None:
         """Start the copies of a batch.
 
-        ``place`` and ``memory``: the slot, for registration; ``spans``: bits of each span in it; ``host``: small
-        arrays; ``filled[i]``: int64 [runs, 2] rows of span i that get noise, None for none; ``seed`` of the noise.
+        ``host``: small arrays; ``noisy[i]``: int64 [runs, 2] rows of span i that get noise, None for none; ``seed`` of
+        the noise.
         """
-        driver, plans = self._driver, self._plans
-        if place not in self._memory.registered:
-            driver.register(memory)
-            self._memory.registered[place] = memory
-        parcel.spans = {
-            plan.name: driver.empty(bits.shape, plan.dtype) for plan, bits in zip(plans, spans, strict=True)
-        }
-        packed, views = _packed(host, driver.pinned)
-        target = driver.empty(packed.shape, torch.uint8)
-        parcel.host = {name: _part(target, *view) for name, view in views.items()}
-        parcel.bytes = sum(bits.nbytes for bits in spans) + packed.nbytes
-        batch = parcel.spans
+        driver, events = self._driver, parcel.events
+        copies, casts = self._placed(parcel, filled)
+        if host:
+            copies.append(self._packed(parcel, host))
+        spans = parcel.spans
 
         def work() -> None:
-            self._copy(batch, spans)
-            target.copy_(packed, non_blocking=True)
+            for target, source in copies:
+                target.copy_(source, non_blocking=True)
+            for plan, source in casts:
+                # What is only staged here is allocated, used and freed on the side stream.
+                staged = torch.empty_like(source, device=spans[plan.name].device).copy_(source, non_blocking=True)
+                restored(staged, plan.dtype, spans[plan.scale] if plan.scale else None, out=spans[plan.name])
             if self._noise is not None:
                 generator = driver.generator(seed)
-                for plan, runs in zip(plans, filled, strict=True):
+                for plan, runs in zip(self._plans, noisy, strict=True):
                     if runs is not None:
-                        add_noise(self._noise, batch[plan.name], runs, generator)
+                        add_noise(self._noise, spans[plan.name], runs, generator)
 
         self._memory.moving.append(parcel)  # first: what an interrupted call has started is waited for, too
-        ready = driver.event()
-        driver.record(ready, parcel.stream)
-        driver.wait(driver.side, ready)
-        driver.record(parcel.started, driver.side)
+        driver.record(events.ready, parcel.stream)
+        driver.wait(driver.side, events.ready)
+        driver.record(events.started, driver.side)
         driver.run(driver.side, work)
-        driver.record(parcel.done, driver.side)
+        driver.record(events.done, driver.side)
         parcel.sent = True
 
     def hand_out(self, parcel: Parcel) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """(spans, host arrays) of a parcel on the device, for the stream that is current now."""
         driver = self._driver
         stream = driver.current()
-        driver.wait(stream, parcel.done)
+        if not parcel.over:
+            driver.wait(stream, parcel.events.done)
         spans, host = parcel.spans, parcel.host
         if stream != parcel.stream:
             for tensor in (*spans.values(), *host.values()):
                 driver.used_on(tensor, stream)
         parcel.spans, parcel.host = {}, {}  # the caller's alone: dropped early, the memory is free early
+        parcel.taken = True
+        if parcel.over:
+            self._events.append(parcel.events)
         return spans, host
 
     def retire(self) -> None:
         """Let go of the parcels whose transfer is over, and with them of their slots."""
-        still = []
-        for parcel in self._memory.moving:
-            self._memory.mark(parcel)
-            if not self._driver.completed(parcel.done):
-                still.append(parcel)
-            elif parcel.bytes:
-                self._moved(int(self._driver.milliseconds(parcel.started, parcel.done) * 1e6), parcel.bytes)
-        self._memory.moving[:] = still
+        memory, driver = self._memory, self._driver
+        still: list[Parcel] = []
+        over: list[Parcel] = []
+        for parcel in memory.moving:
+            memory.mark(parcel)
+            (over if driver.completed(parcel.events.done) else still).append(parcel)
+        memory.moving[:] = still
+        for parcel in over:
+            parcel.over = True
+            if parcel.bytes:
+                self._moved(int(driver.milliseconds(parcel.events.started, parcel.events.done) * 1e6), parcel.bytes)
+            if parcel.taken:
+                self._events.append(parcel.events)
 
     def close(self) -> None:
         """Wait for what is under way and unregister the ring.  Call it before the ring goes."""
         self._finalizer()
 
-    def _copy(self, batch: Mapping[str, torch.Tensor], spans: Sequence[NDArray[np.generic]]) -> None:
-        """Every span to the device, and into the batch's dtype."""
-        copied = {}
-        for plan, bits in zip(self._plans, spans, strict=True):
-            source, out = tensor_of(bits, plan.field), batch[plan.name]
-            # What is only staged here is allocated, used and freed on the side stream.
-            copied[plan.name] = out if out.dtype == source.dtype else torch.empty_like(source, device=out.device)
-            copied[plan.name].copy_(source, non_blocking=True)
-        for plan in self._plans:
-            if copied[plan.name] is not batch[plan.name]:
-                scale = copied[plan.scale] if plan.scale else None
-                restored(copied[plan.name], plan.dtype, scale, out=batch[plan.name])
+    def _placed(
+        self, parcel: Parcel, filled: Filled
+    ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], list[tuple[SpanPlan, torch.Tensor]]]:
+        """Give the spans their places on the device: (to, from) of the copies, and what is cast on its way."""
+        driver, plans = self._driver, self._plans
+        whole = self._registered(filled)
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        casts: list[tuple[SpanPlan, torch.Tensor]] = []
+        for move in self._moves:
+            start = filled.offsets[move.first]
+            stop = filled.offsets[move.last] + filled.rows[move.last] * plans[move.last].field.row_bytes
+            block = driver.empty((stop - start,), torch.uint8)
+            copies.append((block, whole[start:stop]))
+            for number in range(move.first, move.last + 1):
+                plan, shape = plans[number], (filled.rows[number], *plans[number].field.shape)
+                parcel.spans[plan.name] = part_of(block, filled.offsets[number] - start, plan.dtype, shape)
+            parcel.bytes += stop - start
+        for number in self._recast:
+            plan, shape = plans[number], (filled.rows[number], *plans[number].field.shape)
+            source = part_of(whole, filled.offsets[number], plan.stored, shape)
+            parcel.spans[plan.name] = driver.empty(shape, plan.dtype)
+            parcel.bytes += source.nbytes
+            casts.append((plan, source))
+        return copies, casts
+
+    def _registered(self, filled: Filled) -> torch.Tensor:
+        """The slot as a tensor of uint8, registered with CUDA."""
+        place = filled.ring, filled.slot
+        if place not in self._memory.registered:
+            self._driver.register(filled.memory)
+            self._memory.registered[place] = filled.memory, torch.from_numpy(filled.memory)
+        return self._memory.registered[place][1]
+
+    def _packed(self, parcel: Parcel, host: Mapping[str, NDArray[np.generic]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Put small arrays side by side in pinned memory, and give them their places on the device: one copy."""
+        tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in host.items()}
+        ends = np.cumsum([-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors.values()]).tolist()
+        packed = self._driver.pinned(ends[-1])
+        target = self._driver.empty((ends[-1],), torch.uint8)
+        for (name, tensor), offset in zip(tensors.items(), [0, *ends[:-1]], strict=True):
+            shape = tuple(tensor.shape)
+            part_of(packed, offset, tensor.dtype, shape).copy_(tensor)
+            parcel.host[name] = part_of(target, offset, tensor.dtype, shape)
+        parcel.bytes += ends[-1]
+        return target, packed
+
+
+def part_of(whole: torch.Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """The tensor that lies at ``offset`` of memory (uint8)."""
+    return whole[offset : offset + dtype.itemsize * math.prod(shape)].view(dtype).view(shape)
 
 
 def add_noise(
@@ -375,28 +464,3 @@ def _merged(runs: NDArray[np.int64]) -> list[tuple[int, int]]:
         else:
             merged.append((first, count))
     return merged
-
-
-_View = tuple[int, torch.dtype, tuple[int, ...]]
-
-
-def _packed(
-    host: Mapping[str, NDArray[np.generic]], allocate: Callable[[int], torch.Tensor]
-) -> tuple[torch.Tensor, dict[str, _View]]:
-    """Small arrays side by side in one allocation, and where each lies: one copy for them all."""
-    views: dict[str, _View] = {}
-    end = 0
-    tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in host.items()}
-    for name, tensor in tensors.items():
-        views[name] = end, tensor.dtype, tuple(tensor.shape)
-        end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-    packed = allocate(end)
-    for name, tensor in tensors.items():
-        _part(packed, *views[name]).copy_(tensor)
-    return packed, views
-
-
-def _part(whole: torch.Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """The tensor that lies at ``offset`` of uint8 memory."""
-    size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-    return whole[offset : offset + size].view(dtype).reshape(shape)

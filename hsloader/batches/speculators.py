@@ -123,8 +123,9 @@ class SpeculatorsTrainer(Trainer):
         else:
             packed = whole
         first = np.cumsum(kept) - kept
-        counts = np.clip(self._length - first, 0, kept)
-        runs = [SpanRuns(packed, self._start(span) + 0 * counts, counts, first) for span in self.spans]
+        counts = np.maximum(np.minimum(self._length - first, kept), 0)
+        starts = np.zeros_like(counts), np.full_like(counts, self._shift)
+        runs = [SpanRuns(packed, starts[self._start(span) > 0], counts, first) for span in self.spans]
         return BatchLayout(
             samples=whole,
             bad=lost,

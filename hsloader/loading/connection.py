@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,20 +69,9 @@ class Connection:
         self.delivery.close()
         self.client.close()
 
-    @contextlib.contextmanager
-    def timed(self) -> Iterator[None]:
-        """Count the time inside as time inside ``next()``."""
-        begun = time.monotonic_ns()
-        self._counters[TrainerCounter.NEXT_SINCE] = begun
-        try:
-            with stage("next"):
-                yield
-        finally:
-            spent = time.monotonic_ns() - begun
-            counters = self._counters  # those of another ring, if that was replaced
-            counters[TrainerCounter.NEXT_SINCE] = 0
-            counters[TrainerCounter.NEXT_NS] += spent
-        count_wait(counters, spent)
+    def timed(self) -> _Timed:
+        """A context whose time counts as time inside ``next()``."""
+        return _Timed(self.client)
 
     def epoch_begins(self, epoch: int, batches: int) -> None:
         """Note the epoch that is iterated now."""
@@ -97,9 +84,8 @@ class Connection:
     def count(self, layout: BatchLayout, position: int) -> None:
         """Note a batch that is about to be handed out, the ``position``-th of its iteration."""
         counters = self._counters
-        first = layout.pieces[layout.pieces["span"] == 0]
         counters[TrainerCounter.SAMPLES] += len(layout.samples) - layout.dropped
-        counters[TrainerCounter.TOKENS] += int((first["stop"] - first["start"]).sum())
+        counters[TrainerCounter.TOKENS] += layout.tokens
         counters[TrainerCounter.ROWS] += layout.rows[self.trainer.spans[0].name]
         counters[TrainerCounter.BATCHES] += 1
         counters[TrainerCounter.POSITION] = position
@@ -136,6 +122,29 @@ class Connection:
     @property
     def _counters(self) -> Any:
         return self.client.counters
+
+
+class _Timed:
+    __slots__ = ("_begun", "_client", "_stage")
+
+    def __init__(self, client: FeederClient) -> None:
+        self._client = client
+        self._stage = stage("next")
+        self._begun = 0
+
+    def __enter__(self) -> None:
+        self._begun = time.monotonic_ns()
+        self._client.counters[TrainerCounter.NEXT_SINCE] = self._begun
+        self._stage.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._stage.__exit__(None, None, None)
+        spent = time.monotonic_ns() - self._begun
+        counters = self._client.counters  # those of another ring, if that was replaced
+        counters[TrainerCounter.NEXT_SINCE] = 0
+        counters[TrainerCounter.NEXT_NS] += spent
+        if kind is None:
+            count_wait(counters, spent)
 
 
 def _own_port(port: int) -> int:

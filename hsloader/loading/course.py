@@ -14,7 +14,7 @@ from hsloader.loading.ranks import Ranks
 from hsloader.loading.settings import LoaderSettings
 from hsloader.loading.stream import Target
 from hsloader.order.cursor import Cursor
-from hsloader.order.sequence import steps_left
+from hsloader.order.sequence import share_of, steps_left
 from hsloader.order.state import LoaderState, check_position, check_state
 from hsloader.store.dataset import Dataset
 
@@ -37,13 +37,14 @@ WHOLE = Share(0, 1)
 class Run:
     """One iteration: its target and how many of the target's batches were handed out."""
 
-    __slots__ = ("position", "skipped", "taken", "target")
+    __slots__ = ("left", "position", "skipped", "taken", "target")
 
     def __init__(self, target: Target, position: int, skipped: int) -> None:
         self.target = target
         self.position = position  # where it began in the global sequence
         self.skipped = skipped  # batches of a worker's share that lie before it
         self.taken = 0
+        self.left = False  # whoever iterated has seen its end, or is gone
 
     @property
     def over(self) -> bool:
@@ -85,9 +86,7 @@ class Course:
         """What this process takes of ``epoch`` from a global position on."""
         plan = self._epochs.plan(epoch, self._segments(epoch))
         ranks, share = self._ranks, self._share
-        steps = steps_left(len(plan), position, ranks.world)
-        first = position + ranks.rank
-        numbers = range(first, first + steps * ranks.world, ranks.world)
+        numbers = share_of(len(plan), position, ranks.rank, ranks.world)
         return Target(epoch, plan, numbers[share.worker :: share.workers])
 
     def begin(self) -> Run:
@@ -118,8 +117,8 @@ class Course:
 
         After ``skip_to`` only the rest of it, as speculators' Trainer expects.
         """
-        running = self._cursor.running and run is not None
-        if running and run is not None:
+        # The last batch ends the epoch, but the loop that works on it still asks about that epoch.
+        if run is not None and (self._cursor.running or not run.left):
             epoch, plan, position = run.target.epoch, run.target.plan, run.position
         else:
             epoch, position = self._cursor.upcoming
@@ -208,12 +207,15 @@ class Course:
         if worker is None:
             return 0
         here = self._share
+        taken = worker.get("taken") if isinstance(worker, Mapping) else None
+        if not isinstance(taken, int) or taken < 0:
+            raise StateError(f"loader state: worker is {worker!r}, expected its number, of how many, and what it took")
         if (worker.get("number"), worker.get("of")) != (here.worker, here.workers):
             raise StateError(
                 f"the state is that of DataLoader worker {worker.get('number')} of {worker.get('of')}, this is worker "
                 f"{here.worker} of {here.workers}; resume with the same num_workers"
             )
-        return int(worker["taken"])
+        return taken
 
     def _segments(self, epoch: int) -> int:
         if self._fewer is not None and self._fewer[0] == epoch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -12,14 +13,15 @@ import torch
 
 from hsloader.batches.layout import BatchLayout
 from hsloader.batches.noise import GaussianNoise, UniformNoise, noise_keys
-from hsloader.batches.states import restored, tensor_of, torch_dtype
+from hsloader.batches.states import restored, torch_dtype
 from hsloader.batches.trainer import Trainer
-from hsloader.device import CudaDriver, Driver, Parcel, SpanPlan, Transfers, add_noise
+from hsloader.device import CudaDriver, Driver, Parcel, SpanPlan, Transfers, add_noise, part_of
 from hsloader.loading.settings import LoaderSettings
 from hsloader.loading.stream import BatchStream, Fetched
 from hsloader.monitor.counters import TrainerCounter
 from hsloader.monitor.ranges import stage
 from hsloader.order.mixing import noise_seed
+from hsloader.reader.lease import Filled
 from hsloader.store.lending import LentMemory
 
 __all__ = ["Delivered", "Delivery", "DeviceDelivery", "HostDelivery", "make_delivery"]
@@ -70,6 +72,14 @@ def _noise_rows(layout: BatchLayout, plans: Sequence[SpanPlan]) -> list[Any]:
     return [layout.filled(at) if plan.noisy else None for at, plan in enumerate(plans)]
 
 
+def _tensors(whole: torch.Tensor, filled: Filled, plans: Sequence[SpanPlan]) -> Tensors:
+    """The spans as they lie in their slot, of which ``whole`` is the memory (uint8)."""
+    return {
+        plan.name: part_of(whole, offset, plan.stored, (rows, *plan.field.shape))
+        for plan, offset, rows in zip(plans, filled.offsets, filled.rows, strict=True)
+    }
+
+
 class HostDelivery:
     """Batches in host memory: views of their slot where they can be, else copies in memory that is used again.
 
@@ -117,21 +127,15 @@ class HostDelivery:
         # numpy and torch keep the lease alive as the owner of the memory, through any number of views.
         lease = (ctypes.c_char * memory.nbytes).from_buffer(cast(Any, memory))
         stream.client.hold(fetched.key, owner=lease)
-        whole: Any = np.frombuffer(memoryview(lease), np.uint8)
-        start = memory.ctypes.data
-        spans = {}
-        for plan, bits in zip(self._plans, fetched.filled.spans, strict=True):
-            offset = bits.ctypes.data - start if bits.size else 0
-            part = whole[offset : offset + bits.nbytes].view(bits.dtype).reshape(bits.shape)
-            spans[plan.name] = tensor_of(part, plan.field)
-        return spans
+        whole = torch.from_numpy(np.frombuffer(memoryview(lease), np.uint8))
+        return _tensors(whole, fetched.filled, self._plans)
 
     def _copied(self, fetched: Fetched) -> Tensors:
-        sources = [tensor_of(bits, plan.field) for plan, bits in zip(self._plans, fetched.filled.spans, strict=True)]
-        spans = self._allocated([tuple(source.shape) for source in sources])
-        stored = {plan.name: source for plan, source in zip(self._plans, sources, strict=True)}
-        for plan, source in zip(self._plans, sources, strict=True):
-            restored(source, plan.dtype, stored[plan.scale] if plan.scale else None, out=spans[plan.name])
+        stored = _tensors(torch.from_numpy(fetched.filled.memory), fetched.filled, self._plans)
+        spans = self._allocated([tuple(stored[plan.name].shape) for plan in self._plans])
+        for plan in self._plans:
+            scale = stored[plan.scale] if plan.scale else None
+            restored(stored[plan.name], plan.dtype, scale, out=spans[plan.name])
         if self._noise is not None:
             generator = torch.Generator()
             generator.manual_seed(noise_seed(self._seed, fetched.epoch, fetched.number))
@@ -145,7 +149,7 @@ class HostDelivery:
         places = []
         end = 0
         for plan, shape in zip(self._plans, shapes, strict=True):
-            size = plan.dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+            size = plan.dtype.itemsize * math.prod(shape)
             places.append((end, end + size))
             end += -(-size // _ALIGNMENT) * _ALIGNMENT
         if self._pinned:
@@ -184,13 +188,14 @@ class DeviceDelivery:
         sent = self._ahead.pop(number, None)
         if sent is None:
             sent = self._send(transfers, stream, stream.fetch(number))
-        stream.ask()
+        parcel, layout = sent
+        delivered = Delivered(layout, *transfers.hand_out(parcel))
         if following is not None and following not in self._ahead:
             fetched = stream.peek(following)
             if fetched is not None:
                 self._ahead = {following: self._send(transfers, stream, fetched)}
-        parcel, layout = sent
-        return Delivered(layout, *transfers.hand_out(parcel))
+        stream.ask()  # last: it wakes the decoders, which compete with this thread for caches and cores
+        return delivered
 
     def drop(self) -> None:
         """See ``Delivery``."""
@@ -224,11 +229,9 @@ class DeviceDelivery:
         stream.client.hold(fetched.key, owner=parcel)  # the slot is read until the parcel is let go
         transfers.send(
             parcel,
-            place=(fetched.filled.ring, fetched.filled.slot),
-            memory=fetched.filled.memory,
-            spans=fetched.filled.spans,
+            fetched.filled,
             host=fetched.layout.host,
-            filled=_noise_rows(fetched.layout, self._plans),
+            noisy=_noise_rows(fetched.layout, self._plans) if self._noise is not None else (),
             seed=noise_seed(self._seed, fetched.epoch, fetched.number) if self._noise is not None else 0,
         )
         stream.done(fetched.key)

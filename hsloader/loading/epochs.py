@@ -120,12 +120,21 @@ class Epochs:
                     f"{self._dataset.path}: no sample is left for split={self._settings.split!r}: {self.sides}"
                     f"{found.describe()}; {self._remedy(len(candidates))}"
                 )
+            if not self._trainer.costs(self._dataset.lengths[found.indices]).any():
+                raise ValueError(
+                    f"{self._dataset.path}: no token of {len(found):,} samples would reach a batch, as "
+                    f"{self._trainer.title} takes one off each; raise max_length, or use longer samples"
+                )
             self._selections[count] = found
         return self._selections[count]
 
     def _remedy(self, candidates: int) -> str:
         if candidates:
             return "loosen the filters"
+        if not len(self._dataset):
+            return "the dataset is empty"
+        if self._settings.split == "train":
+            return "lower val_ratio"
         return "give val_ratio= above 0" if self._settings.val_ratio == 0 else "raise val_ratio, or use split='all'"
 
     def _candidates(self, count: int) -> NDArray[np.int64]:

@@ -151,7 +151,7 @@ class BatchStream:
         target = self._target
         assert target is not None
         key = target.key(number)
-        if key not in self.client or not self.client.ready(key):
+        if key not in self.client:
             return None
         filled = self.client.wait(key, 0.0)
         if filled is None or filled.bad:
@@ -172,6 +172,8 @@ class BatchStream:
         key = target.key(number)
         if key in self.client:
             return True
+        if not self.client.room:
+            return False
         plan, layout = self._layouts.get(key, (None, None))
         if layout is None or plan is not target.plan:
             samples = target.plan[number]
@@ -181,7 +183,7 @@ class BatchStream:
         return self.client.submit(key, BatchRequest(rows, layout.pieces.view(PIECES)))
 
     def _check(self, layout: BatchLayout, filled: Filled) -> None:
-        self._trainer.check(layout, None if self._mask is None else filled.spans[self._mask])
+        self._trainer.check(layout, None if self._mask is None else filled.span(self._mask))
 
     def _wait(self, key: int) -> Filled:
         with stage("wait"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 __all__ = ["mark_stages", "stage"]
 
@@ -18,15 +18,21 @@ def mark_stages(push: Callable[[str], object] | None, pop: Callable[[], object] 
     _push, _pop = push, pop
 
 
-@contextlib.contextmanager
-def stage(name: str) -> Iterator[None]:
+def stage(name: str) -> contextlib.AbstractContextManager[None]:
     """The range ``hsloader.NAME``; costs well under a microsecond while nobody asked for ranges."""
     push, pop = _push, _pop
-    if push is None or pop is None:
-        yield
-        return
-    push(f"hsloader.{name}")
-    try:
-        yield
-    finally:
-        pop()
+    return _NONE if push is None or pop is None else _Range(f"hsloader.{name}", push, pop)
+
+
+_NONE = contextlib.nullcontext()
+
+
+class _Range(contextlib.AbstractContextManager[None]):
+    def __init__(self, name: str, push: Callable[[str], object], pop: Callable[[], object]) -> None:
+        self._name, self._push, self._pop = name, push, pop
+
+    def __enter__(self) -> None:
+        self._push(self._name)
+
+    def __exit__(self, *_: object) -> None:
+        self._pop()

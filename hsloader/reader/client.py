@@ -6,7 +6,6 @@ interrupted anywhere (ctrl-C) and made again. One thread at a time; nothing here
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
@@ -84,6 +83,7 @@ class FeederClient:
         self._owners: dict[int, weakref.ref[object]] = {}
         self._released: deque[int] = deque()
         self._serial = 0
+        self._turn = 0  # the slot that probably comes free next
         self._hold_serial = 0
         self._rings = 0
         self._slots: list[Slot] = []
@@ -112,6 +112,15 @@ class FeederClient:
         self._listen()
         self._collect()
         return sum(self._is_free(slot) for slot in self._slots)
+
+    @property
+    def room(self) -> bool:
+        """Whether a slot may be free: False for certain, True if ``submit`` is worth preparing a request for."""
+        self._collect()
+        if self._busy() < len(self._slots):
+            return True
+        self._sweep()  # for the next time
+        return False
 
     @property
     def held(self) -> int:
@@ -169,11 +178,8 @@ class FeederClient:
         if key in self._keys:
             return True
         self.start()
-        self._listen()
-        self._collect()
-        slot = next((slot for slot in self._slots if self._is_free(slot)), None)
+        slot = self._free_slot() if self.room else None
         if slot is None:
-            self._sweep()  # for the next time
             return False
         wire = to_wire(request, self._table)
         offsets, size = span_offsets(request.rows, self._row_bytes)
@@ -327,9 +333,11 @@ class FeederClient:
         """Empty the channel. Records are read after it: the system call orders them (see ``ring``)."""
         host = self._state.host
         if host is not None:
-            with contextlib.suppress(OSError):
-                while host.channel.recv(4096):
+            try:
+                while len(host.channel.recv(4096)) == 4096:  # less: there was no more
                     pass
+            except OSError:
+                pass
 
     def _ring_bell(self) -> None:
         host = self._state.host
@@ -340,6 +348,17 @@ class FeederClient:
                 pass  # full: the feeder has a byte to wake up by
             except OSError:
                 self._recover_if_dead()
+
+    def _free_slot(self) -> Slot | None:
+        """A slot that is free, looked for where one came free last: mostly in turn."""
+        self._listen()
+        count = len(self._slots)
+        for step in range(count):
+            slot: Slot = self._slots[(self._turn + step) % count]
+            if self._is_free(slot):
+                self._turn = (self._turn + step + 1) % count
+                return slot
+        return None
 
     def _is_free(self, slot: Slot) -> bool:
         return not slot.holds and self._keys.get(slot.key) is not slot and slot.acknowledged()

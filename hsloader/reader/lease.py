@@ -27,25 +27,40 @@ SpanKind = tuple[np.dtype[np.generic], int, tuple[int, ...]]
 class Filled:
     """A batch that is there.
 
-    ``spans[f]``: the rows of field f as bits ``[rows, *field.shape]`` (see ``DType.bits``), a writable view of the
-    slot. ``memory``: the whole slot, uint8, page-aligned, whole pages; (``ring``, ``slot``) identifies it for
-    registration with CUDA: ``ring`` only changes when a dead feeder left a thread behind. ``bad``: samples whose rows
-    are zero as they could not be had. ``fill_seconds``: from the feeder taking the request to the batch being there.
+    ``memory``: the whole slot, uint8, page-aligned, whole pages; (``ring``, ``slot``) identifies it for registration
+    with CUDA: ``ring`` only changes when a dead feeder left a thread behind. Span f is ``rows[f]`` rows of field f from
+    byte ``offsets[f]`` on. ``bad``: samples whose rows are zero as they could not be had. ``fill_seconds``: from the
+    feeder taking the request to the batch being there.
     """
 
     key: int
     ring: int
     slot: int
-    spans: tuple[npt.NDArray[Any], ...]
     memory: npt.NDArray[np.uint8]
+    offsets: tuple[int, ...]
+    rows: tuple[int, ...]
+    kinds: Sequence[SpanKind]
     bad: tuple[BadSample, ...]
     fill_seconds: float
+
+    def span(self, number: int) -> npt.NDArray[Any]:
+        """The rows of a span as bits ``[rows, *field.shape]`` (see ``DType.bits``), a writable view of the slot."""
+        bits, width, shape = self.kinds[number]
+        offset, rows = self.offsets[number], self.rows[number]
+        return self.memory[offset : offset + rows * width].view(bits).reshape(rows, *shape)
+
+    @property
+    def spans(self) -> tuple[npt.NDArray[Any], ...]:
+        """Every span, in the order of the fields."""
+        return tuple(self.span(number) for number in range(len(self.rows)))
 
 
 class Slot:
     """A place in the ring for one batch. Whether it is asked and done is in the ring, not here."""
 
-    __slots__ = ("attempts", "blob", "holds", "key", "number", "offsets", "received", "ring", "ring_number", "rows")
+    __slots__ = (
+        "attempts", "blob", "holds", "key", "number", "offsets", "open", "received", "ring", "ring_number", "rows",
+    )  # fmt: skip
 
     def __init__(self, ring: Ring, ring_number: int, number: int) -> None:
         self.ring = ring
@@ -58,6 +73,7 @@ class Slot:
         self.holds: set[int] = set()
         self.attempts = 0  # feeders that died while this was asked
         self.received = False
+        self.open = True  # False: the answer to what was asked last was seen, so that the ring need not be read
 
     @property
     def serial(self) -> int:
@@ -77,6 +93,7 @@ class Slot:
 
     def write(self, serial: int, generation: int) -> None:
         """Ask for it in the ring."""
+        self.open = True
         self.ring.write_request(self.number, serial, self.key, generation, self.blob)
 
     def completion(self) -> Completion | None:
@@ -89,7 +106,9 @@ class Slot:
 
     def acknowledged(self) -> bool:
         """Whether the feeder will not touch the slot: it answered what was asked, or nothing was."""
-        return self.ring.request(self.number) is None or self.completion() is not None
+        if self.open:
+            self.open = self.ring.request(self.number) is not None and self.completion() is None
+        return not self.open
 
     def answer(self, completion: Completion) -> bytes:
         """The bytes that came with a completion."""
@@ -97,13 +116,10 @@ class Slot:
         return self.ring.completion_blob(request, completion) if request is not None and completion.blob_bytes else b""
 
     def filled(self, kinds: Sequence[SpanKind], bad: tuple[BadSample, ...], completion: Completion) -> Filled:
-        """The batch as views of the slot."""
+        """The batch as it lies in the slot."""
         memory = self.ring.slot(self.number)
-        spans = []
-        for (bits, width, shape), offset, rows in zip(kinds, self.offsets, self.rows, strict=True):
-            spans.append(memory[offset : offset + rows * width].view(bits).reshape(rows, *shape))
         seconds = (completion.finished - completion.started) / 1e9
-        return Filled(self.key, self.ring_number, self.number, tuple(spans), memory, bad, seconds)
+        return Filled(self.key, self.ring_number, self.number, memory, self.offsets, self.rows, kinds, bad, seconds)
 
 
 class State:

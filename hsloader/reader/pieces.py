@@ -28,6 +28,8 @@ SPAN_ALIGNMENT = 512  # what CUDA's own allocations have; a span of a slot start
 
 _FIELD_SHIFT = 48  # more rows than any span has
 
+_all = np.logical_and.reduce  # what ndarray.all does, without its layers of Python
+
 Pieces = npt.NDArray[np.void]
 
 
@@ -68,21 +70,24 @@ def to_wire(request: BatchRequest, table: SampleTable) -> Pieces:
     two pieces of a field share a row of the span.
     """
     # The trainer's thread pays for this in every step: few numpy calls, and words only for what is wrong.
-    columns = np.ascontiguousarray(request.pieces).view(np.int64).reshape(-1, 5).T
-    field, sample, start, stop, dest = columns
+    field, sample, start, stop, dest = np.ascontiguousarray(request.pieces).view(np.int64).reshape(-1, 5).T
     rows = stop - start
     spans = np.array(request.rows, np.int64)
     sound = (field.view(np.uint64) < len(spans)) & (sample.view(np.uint64) < len(table.lengths))
-    if not (sound & (start >= 0) & (dest >= 0) & (rows >= 0)).all():
+    sound &= ((start | dest | rows) >= 0) & (stop <= table.lengths.take(sample, mode="clip"))
+    sound &= dest + rows <= spans.take(field, mode="clip")
+    if not _all(sound):
         _refuse(request, table)
-    if not ((stop <= table.lengths[sample]) & (dest + rows <= spans[field])).all():
-        _refuse(request, table)
-    wire = np.stack((field, table.segment_of[sample], sample, table.first_rows[sample] + start, rows, dest), axis=1)
-    if not rows.all():
+    wire = np.empty((len(rows), 6), np.int64)
+    for at, column in enumerate((field, table.segment_of[sample], sample, None, rows, dest)):
+        if column is not None:
+            wire[:, at] = column
+    np.add(table.first_rows[sample], start, out=wire[:, 3])
+    if not _all(rows):
         wire = wire[rows > 0]
     # One number orders pieces by field and row, and the end of one may not pass the beginning of the next.
     place = (wire[:, 0] << _FIELD_SHIFT) + wire[:, 5]
-    if not (place[1:] >= (place + wire[:, 4])[:-1]).all():
+    if not _all(place[1:] >= (place + wire[:, 4])[:-1]):
         order = np.argsort(place, kind="stable")
         wire, place = wire[order], place[order]
         crossing = place[1:] < (place + wire[:, 4])[:-1]
@@ -90,7 +95,7 @@ def to_wire(request: BatchRequest, table: SampleTable) -> Pieces:
             at = int(np.argmax(crossing))
             both = " and ".join(f"rows {d} to {d + n} of field {f}" for f, _, _, _, n, d in wire[at : at + 2].tolist())
             raise ValueError(f"two pieces share rows of a span: {both}")
-    return np.ascontiguousarray(wire).view(WIRE).reshape(-1)
+    return wire.view(WIRE).reshape(-1)
 
 
 def _refuse(request: BatchRequest, table: SampleTable) -> NoReturn:
