@@ -113,7 +113,8 @@ def _print_files(processes: Iterable[ProcessReport]) -> None:
         output.line(f"  {output.printable(label)}: {output.printable(file.path)}{_place(file)}")
         rest = [f"about {process.files_per_second:.1f} files a second"] if process.files_per_second else []
         if len(process.files) > 1:
-            others = [output.printable(f.path.rpartition("/")[2]) for f in process.files if f.path != file.path]
+            paths = dict.fromkeys(f.path for f in process.files if f.path != file.path)
+            others = [output.printable("/".join(path.split("/")[-2:])) for path in paths]
             rest.append(f"also seen: {listed(others)}")
         if rest:
             output.line(f"    {'; '.join(rest)}", style="dim")

@@ -30,6 +30,7 @@ class ProgressDisplay:
         self._terminal = sys.stderr.isatty()
         self._bars: rich.progress.Progress | None = None
         self._task: rich.progress.TaskID | None = None
+        self._measured = False
         self._stage = ""
         self._began = self._spoke = time.monotonic()
 
@@ -85,6 +86,7 @@ class ProgressDisplay:
         if self._bars is None:
             self._bars = _bars()
             self._bars.start()
+        self._measured = bool(total)
         texts: dict[str, Any] = {"share": share, "amount": amount, "speed": speed, "left": left, "note": note}
         if self._task is None:
             self._task = self._bars.add_task(stage, total=total or None, completed=done, **texts)
@@ -92,9 +94,12 @@ class ProgressDisplay:
             self._bars.update(self._task, total=total or None, completed=done, **texts)
 
     def _end_stage(self) -> None:
-        """Let the bar of a stage that another one follows stand still, full."""
+        """Let the bar of a stage that another one follows stand still; one whose end nobody knew goes away."""
         if self._bars is not None and self._task is not None:
-            self._bars.update(self._task, total=1, completed=1, share="", speed="", left="")
+            if self._measured:
+                self._bars.update(self._task, total=1, completed=1, share="100 %", speed="", left="")
+            else:
+                self._bars.remove_task(self._task)
         self._task = None
 
 

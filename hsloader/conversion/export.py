@@ -124,12 +124,12 @@ def _notes(dataset: Dataset, layout: Layout) -> tuple[str, ...]:
     notes = []
     if rounded := [field.name for field in dataset.fields.values() if is_encoded(field)]:
         notes.append(f"{', '.join(rounded)}: rounded to fp8 by the conversion; written are the restored values")
-    words = {"pre": "before the final norm", "post": "after it"}
+    words = {"pre": "before the final norm", "post": "after the final norm"}
     here, usual = dataset.provenance.norm_state, layout.usual_norm_state
     if here in words and usual in words and here != usual:
         notes.append(
-            f"careful: {layout.producer} writes and expects the last state {words[usual]} ({usual}-norm), the dataset "
-            f"has it {words[here]} ({here}-norm), and so have the files"
+            f"careful: {layout.producer} writes and expects the last state {words[usual]} ({usual}-norm); the dataset "
+            f"has it {words[here]} ({here}-norm), and so have these files"
         )
     return tuple(notes)
 
