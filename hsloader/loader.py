@@ -146,6 +146,8 @@ class DataLoader:
         """
         self._settle()
         self._course.load(state)
+        if self._run is not None:
+            self._run.left = True
 
     def stats(self) -> dict[str, float]:
         """Rates, waits and totals as a flat dict of floats; ``hsloader.monitor.stats`` has the names and units."""
@@ -185,6 +187,8 @@ class DataLoader:
     def _settle(self, *, abandoned: bool = False) -> None:
         """Take in what iterations did since: their last store is the number of batches handed out."""
         gone = self._handle is not None and self._handle() is None
+        if self._run is not None and (gone or abandoned):
+            self._run.left = True
         ran = self._course.running
         self._course.settle(self._run, abandoned=abandoned or gone)
         if ran and not self._course.running and self._connection is not None and not self._closed:
@@ -196,6 +200,7 @@ class DataLoader:
         if run is not self._run:
             raise LoaderError("a newer iter() of the same loader ended this iteration; use one iterator at a time")
         if run.over:
+            run.left = True
             self._settle()
             raise StopIteration
         assert self._connection is not None

@@ -12,8 +12,10 @@ The rules (tried with the HF Trainer, Lightning and torchdata's StatefulDataLoad
 
 from __future__ import annotations
 
+from operator import index
+
 from hsloader.errors import StateError
-from hsloader.order.sequence import steps_left
+from hsloader.order.sequence import MOST_EPOCHS, steps_left
 
 __all__ = ["Cursor"]
 
@@ -52,8 +54,9 @@ class Cursor:
 
     def set_epoch(self, epoch: int) -> str | None:
         """The next ``iter()`` shall be ``epoch``; returns a sentence for the log if a loaded position is dropped."""
-        if epoch < 0:
-            raise ValueError(f"set_epoch({epoch}): epochs count from 0")
+        epoch = int(index(epoch))  # of numpy too; TypeError for what is no whole number
+        if not 0 <= epoch < MOST_EPOCHS:
+            raise ValueError(f"set_epoch({epoch}): epochs count from 0, to {MOST_EPOCHS - 1:,} at most")
         if not self._loaded or self._pending is None:
             self._pending = (epoch, 0)
             return None
@@ -117,6 +120,7 @@ class Cursor:
         For wrappers that fetch ahead of what the training loop has seen.  ``batches`` is the epoch's global number.
         ``ValueError`` for more than the iteration can give.
         """
+        batches_done = int(index(batches_done))
         epoch, start = self._begun
         most = steps_left(batches, start, self._world)
         if not 0 <= batches_done <= most:

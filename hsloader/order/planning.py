@@ -62,25 +62,13 @@ def multipack_planner(
     version: str,
     seed: int,
     world: int,
-    truncate: bool = True,
-    max_batches: int | None = None,
 ) -> Planner:
     """speculators' own order (see ``multipack_batches``); made for ``world`` ranks, not elastic."""
     if version not in MULTIPACK_VERSIONS:
         raise ValueError(f"order {version!r}: expected one of {', '.join(MULTIPACK_VERSIONS)}")
 
     def plan(epoch: int) -> BatchSequence:
-        return multipack_batches(
-            samples,
-            lengths,
-            max_tokens,
-            version=version,
-            seed=seed,
-            epoch=epoch,
-            world=world,
-            truncate=truncate,
-            max_batches=max_batches,
-        )
+        return multipack_batches(samples, lengths, max_tokens, version=version, seed=seed, epoch=epoch, world=world)
 
     return plan
 

@@ -73,10 +73,6 @@ class Selection:
     def __len__(self) -> int:
         return len(self.indices)
 
-    def first_samples(self, count: int) -> Selection:
-        """The selection within the dataset's first ``count`` samples: what it was before the dataset grew."""
-        return Selection(self.indices[self.indices < count], self.steps)
-
     def describe(self) -> str:
         """One line for the log: ``"10,000 samples -> 9,968: 32 with fewer than 4 supervised tokens left out; ..."``."""
         effects = [step.effect for step in self.steps if not step.effect.startswith("0 ")]

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["BatchSequence", "batch_of_step", "check_share", "steps_left"]
+__all__ = ["MOST_EPOCHS", "BatchSequence", "check_share", "share_of", "steps_left"]
+
+MOST_EPOCHS = 1 << 23  # an epoch and the number of a batch in it are one 64-bit name towards the reader
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -49,15 +51,20 @@ def steps_left(batches: int, position: int, world: int) -> int:
     return max(batches - position, 0) // world
 
 
-def batch_of_step(position: int, step: int, rank: int, world: int) -> int:
-    """The global batch that ``rank`` gets ``step`` steps after global ``position``."""
-    return position + step * world + rank
+def share_of(batches: int, position: int, rank: int, world: int) -> range:
+    """Numbers of the global batches that ``rank`` still gets from an epoch of ``batches`` at global ``position``."""
+    first = position + rank
+    return range(first, first + steps_left(batches, position, world) * world, world)
 
 
 def check_share(batches: int, world: int, *, split: str, samples: int) -> None:
     """Refuse an epoch that leaves a rank without a batch: ``ValueError`` with the numbers and the remedy."""
     if batches >= world:
         return
+    if world == 1:
+        raise ValueError(
+            f"split={split!r}: {samples:,} samples make no full batch; use smaller batches, or drop_last=False"
+        )
     remedy = "raise val_ratio, or validate on fewer ranks" if split == "val" else "use smaller batches, or fewer ranks"
     raise ValueError(
         f"split={split!r}: {samples:,} samples make {batches} batches, fewer than the {world} ranks that each need at "

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 
 from hsloader.errors import StateError
+from hsloader.order.sequence import MOST_EPOCHS
 
 __all__ = ["STATE_FORMAT", "ContractValue", "LoaderState", "check_position", "check_state"]
 
@@ -57,6 +58,8 @@ class LoaderState:
             number = value[name]
             if isinstance(number, bool) or not isinstance(number, int) or (number < 0 and name != "seed"):
                 raise StateError(f"loader state: {name} is {number!r}, expected a whole number from 0")
+        if value["epoch"] >= MOST_EPOCHS:
+            raise StateError(f"loader state: epoch is {value['epoch']}, expected at most {MOST_EPOCHS - 1:,}")
         if not isinstance(value["fingerprint"], str) or not isinstance(value["contract"], Mapping):
             raise StateError("loader state: expected a text as fingerprint and a dict as contract")
         return cls(**{**{name: value[name] for name in names}, "contract": dict(value["contract"])})

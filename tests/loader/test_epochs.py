@@ -177,6 +177,50 @@ def test_a_dataset_that_grows(tmp_path: Path) -> None:
         assert [ids_of(batch) for batch in loader] == epoch_of(path, 1)
 
 
+def test_the_length_is_that_of_the_epoch_whose_loop_runs(path: Path) -> None:
+    """Also while it works on the last batch, when the state stands at the next epoch already."""
+    lengths = []
+    with DataLoader(path, order="trainer", **SMALL) as loader:
+        for _ in range(6):
+            lengths.append(len(loader))
+            seen = [len(loader) for _ in loader]
+            assert seen == [lengths[-1]] * lengths[-1]
+        assert len(set(lengths)) > 1  # packing makes epochs differ
+        batches = iter(loader)
+        while next(batches, None) is not None:
+            pass
+        loader.set_epoch(0)
+        assert len(loader) == lengths[0]  # the iterator is still there, but over
+
+
+def test_positions_at_the_borders_of_an_epoch(path: Path) -> None:
+    whole, following = epoch_of(path, 0), epoch_of(path, 1)
+    with DataLoader(path, **SMALL) as loader:
+        state = through_json(loader)
+    for position in (0, 1, len(whole) - 3, len(whole) - 1, len(whole)):
+        got = []
+        for rank in range(3):
+            with DataLoader(path, rank=rank, world_size=3, **SMALL) as loader:
+                loader.load_state_dict({**state, "position": position})
+                got.append([ids_of(batch) for batch in loader])
+                assert (loader.state_dict()["epoch"], loader.state_dict()["position"]) == (1, 0)
+                assert next(iter(loader)) is not None
+        steps = (len(whole) - position) // 3
+        assert [len(batches) for batches in got] == [steps] * 3
+        together = [batch for step in zip(*got, strict=True) for batch in step]
+        assert together == whole[position : position + 3 * steps]
+    with DataLoader(path, **SMALL) as loader:
+        loader.load_state_dict({**state, "position": len(whole)})
+        assert list(loader) == []
+        assert [ids_of(batch) for batch in loader] == following
+
+
+@pytest.mark.parametrize("worker", [3, {"number": 0, "of": 1}, {"number": 0, "of": 1, "taken": -1}])
+def test_a_state_with_a_nonsensical_worker_is_refused(path: Path, worker: Any) -> None:
+    with DataLoader(path, **SMALL) as loader, pytest.raises(StateError, match="worker is"):
+        loader.load_state_dict({**through_json(loader), "worker": worker})
+
+
 def test_another_dataset_is_refused(tmp_path: Path, path: Path) -> None:
     with DataLoader(path, **SMALL) as loader:
         state = through_json(loader)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hsloader.order.mixing import epoch_permutation
 from hsloader.order.planning import EpochPlans, Planner, counted_planner, packed_planner
-from hsloader.order.sequence import BatchSequence, batch_of_step, check_share, steps_left
+from hsloader.order.sequence import BatchSequence, check_share, share_of, steps_left
 
 BUDGET = 64
 PINNED_SHUFFLE = [9, 1, 10, 4, 11, 0, 5, 7, 6, 8, 2, 3]
@@ -30,8 +30,7 @@ def planners(costs: list[int], seed: int) -> list[Planner]:
 
 def run_of(plan: BatchSequence, position: int, world: int) -> list[list[list[int]]]:
     """What each rank gets, step after step."""
-    steps = steps_left(len(plan), position, world)
-    return [[plan[batch_of_step(position, s, rank, world)].tolist() for s in range(steps)] for rank in range(world)]
+    return [[plan[n].tolist() for n in share_of(len(plan), position, rank, world)] for rank in range(world)]
 
 
 @settings(max_examples=60, deadline=None)
@@ -128,6 +127,8 @@ def test_fewer_batches_than_ranks_are_refused_with_the_remedy() -> None:
     with pytest.raises(ValueError, match=r"40 samples make 3 batches, fewer than the 4 ranks.*raise val_ratio"):
         check_share(3, 4, split="val", samples=40)
     with pytest.raises(ValueError, match="use smaller batches, or fewer ranks"):
+        check_share(0, 2, split="train", samples=2)
+    with pytest.raises(ValueError, match="2 samples make no full batch; use smaller batches, or drop_last=False"):
         check_share(0, 1, split="train", samples=2)
 
 

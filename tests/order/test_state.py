@@ -6,10 +6,12 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hsloader.errors import StateError
 from hsloader.order.cursor import Cursor
+from hsloader.order.sequence import MOST_EPOCHS
 from hsloader.order.state import LoaderState, check_position, check_state
 
 CONTRACT = {"trainer": "speculators-0.9", "max_tokens": 8192, "val_ratio": 0.1, "max_length": None}
@@ -41,6 +43,7 @@ def test_a_state_survives_json_and_a_grown_dataset() -> None:
         (lambda s: {k: v for k, v in s.items() if k != "epoch"}, "lacks epoch"),
         (lambda s: {**s, "position": -1}, "position is -1"),
         (lambda s: {**s, "epoch": "3"}, "epoch is '3'"),
+        (lambda s: {**s, "epoch": 1 << 23}, "epoch is 8388608, expected at most 8,388,607"),
         (lambda s: {**s, "segments": True}, "segments is True"),
         (lambda s: {**s, "contract": 1}, "a dict as contract"),
     ],
@@ -127,8 +130,14 @@ class TestCursor:
         assert cursor.set_epoch(4) is None  # while it runs: for the next iter()
         self.to(cursor, 3)
         assert cursor.begin() == (4, 0)
-        with pytest.raises(ValueError, match="epochs count from 0"):
-            cursor.set_epoch(-1)
+        for epoch in (-1, MOST_EPOCHS):
+            with pytest.raises(ValueError, match=r"epochs count from 0, to 8,388,607"):
+                cursor.set_epoch(epoch)
+        for nonsense in (1.5, "2", None):
+            with pytest.raises(TypeError, match="integer"):
+                cursor.set_epoch(nonsense)  # type: ignore[arg-type]
+        cursor.set_epoch(np.int64(3))
+        assert [type(number) for number in cursor.state] == [int, int]  # else it is no JSON
 
     def test_a_loaded_position_survives_set_epoch_of_its_own_epoch_only(self) -> None:
         cursor = Cursor(2)
@@ -170,5 +179,7 @@ class TestCursor:
         cursor.begin()
         self.to(cursor, 2)  # fetched ahead to the end
         assert [cursor.state_after(n, 7) for n in range(3)] == [(1, 2), (1, 4), (2, 0)]
+        with pytest.raises(TypeError, match="integer"):
+            cursor.state_after(1.5, 7)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="batches_done=3: this iteration of epoch 1 has 2 batches"):
             cursor.state_after(3, 7)
