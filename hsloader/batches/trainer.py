@@ -63,6 +63,8 @@ class BatchSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: expected at least 1")
+        if self.drop_last and self.max_tokens is not None:
+            raise ValueError("drop_last= leaves out a last batch of fewer samples, and packs have no number of them")
         if self.hidden_states_dtype not in (None, "float32", "bfloat16", "float16", "float64"):
             raise ValueError(
                 f"hidden_states_dtype={self.hidden_states_dtype!r}: expected a float type such as 'bfloat16'"

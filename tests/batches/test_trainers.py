@@ -194,15 +194,18 @@ def test_a_batch_that_lost_its_supervised_tokens_is_refused_unless_the_trainer_k
 
 
 @needs_shared
-def test_samples_that_specforge_refuses_are_refused() -> None:
-    folder = CASES / "specforge-0.2.0-dflash/source_bad"
-    for path in sorted(folder.glob("data_[0-4]*.ckpt")):
+@pytest.mark.parametrize("variant", ["dflash", "dspark"])
+def test_samples_that_specforge_refuses_are_refused(variant: str) -> None:
+    folder = CASES / f"specforge-0.2.0-{variant}/source_bad"
+    paths = sorted(folder.glob("data_[0-4]*.ckpt"))
+    assert len(paths) == 5
+    for path in paths:
         sample = _file_sample(path)
         source = Source(dict(FIELDS), [sample], np.array([len(sample["input_ids"])]))
         fields = {**FIELDS, "hidden_states": Field(name="hidden_states", dtype="bfloat16", shape=(5, 48))}
-        trainer = trainer_named("specforge-0.2", fields, variant="dflash", batch_size=1, max_length=32)
+        trainer = trainer_named("specforge-0.2", fields, variant=variant, batch_size=1, max_length=32)
         layout = laid_out(trainer, source, [0])
-        with pytest.raises(IncompatibleError, match=r"sample 0: .*dflash.* needs two supervised tokens in a row"):
+        with pytest.raises(IncompatibleError, match=rf"sample 0: .*{variant}.* needs two supervised tokens in a row"):
             trainer.check(layout, execute(trainer, layout, source)["loss_mask"].numpy())
 
 
@@ -297,6 +300,7 @@ def test_noise_goes_where_the_trainer_puts_it_or_where_it_is_told() -> None:
         ("raw", {"max_tokens": 8, "batch_size": 2}, "not both"),
         ("raw", {"variant": "eagle3"}, "no variants"),
         ("raw", {"max_length": 0}, "max_length=0"),
+        ("speculators-0.9", {"max_tokens": 8, "drop_last": True}, "packs have no number of them"),
         ("raw", {"hidden_states_dtype": "int8"}, "expected a float type"),
         ("raw", {"sequence_parallel": SequenceParallel(rank=0, degree=2, ulysses=2)}, "no sequence-parallel"),
     ],
