@@ -191,8 +191,10 @@ def _latency(i: Interval, proof: str) -> LimitVerdict:
     """Nobody is busy and yet the trainer waits: for the feeder's start, or for one request at a time."""
     now = i.after
     if now[FeederCounter.READY_AT] > (i.before.at + now.at) // 2:
-        took = (now[FeederCounter.READY_AT] - now[FeederCounter.STARTED_AT]) / 1e9
-        return LimitVerdict(Limit.STARTING, f"the feeder came up in this time, it took {time_text(took)}")
+        opened = (now[FeederCounter.READY_AT] - now[TrainerCounter.STARTED_AT]) / 1e9
+        return LimitVerdict(
+            Limit.STARTING, f"the feeder came up in this time, {time_text(opened)} after the loader opened"
+        )
     return LimitVerdict(
         Limit.LATENCY,
         proof,
