@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from hsloader.monitor.counters import TrainerCounter
+from hsloader.monitor.counters import FeederCounter, Stage, TrainerCounter
 from hsloader.monitor.header import Snapshot, take_snapshot
 from hsloader.monitor.neighbours import Siblings, find_rings, job_name
 from hsloader.monitor.ranges import mark_stages, stage
@@ -20,7 +22,7 @@ from hsloader.monitor.stall import StallReport
 from hsloader.monitor.voice import say
 from hsloader.reader.access import Access
 from hsloader.reader.client import FeederClient
-from tests.monitor.making import snapshot
+from tests.monitor.making import row, snapshot
 from tests.reader.making import make_client, make_dataset, request_of
 
 
@@ -147,6 +149,31 @@ def test_stall_report_and_top_see_a_stopped_feeder(tmp_path: Path) -> None:
             client.abandon()
             assert take_snapshot(client.ring.fd).ready == 0
         assert not [ring for ring in find_rings() if ring.owner == os.getpid()]
+
+
+def test_stall_report_sees_a_helper_that_is_stopped() -> None:
+    helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        os.kill(helper.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, helper.pid, os.WSTOPPED | os.WNOWAIT)
+        feeder = {FeederCounter.PID: os.getpid(), FeederCounter.HELPERS: helper.pid}
+        text = StallReport().text(snapshot(20, feeder=feeder), 12.0)
+    finally:
+        helper.kill()
+        helper.wait()
+    assert f"the feeder's helper (pid {helper.pid}) is stopped; let it go on with: kill -CONT {helper.pid}" in text
+
+
+def test_stall_report_without_anything_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*arguments: object, **keywords: object) -> int:
+        raise PermissionError
+
+    monkeypatch.setattr("hsloader.monitor.access.os.open", refused)
+    monkeypatch.setattr("hsloader.monitor.access.Path.read_text", refused)
+    now = snapshot(20, threads=(row(1, Stage.READ, 8.0, "segments/000000/hidden_states/c.0.0.0"),))
+    text = StallReport().text(now, 12.0)
+    assert "next() has waited 12 s" in text
+    assert "reading segments/000000/hidden_states/c.0.0.0 for 12 s" in text
 
 
 def test_slowest_rank_is_found_among_the_rings_of_the_job(tmp_path: Path) -> None:
