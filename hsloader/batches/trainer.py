@@ -162,11 +162,6 @@ class Trainer(ABC):
         were moved to that device already.
         """
 
-    def largest_bytes(self, lengths: NDArray[np.int64]) -> int:
-        """Bytes of the largest batch that these samples can make, as it lies in the ring."""
-        rows = self.largest_rows(lengths)
-        return sum(rows[span.name] * span.field.row_bytes for span in self.spans)
-
     def cut(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
         """Tokens used of samples of these lengths."""
         limit = self.settings.max_length
