@@ -1,12 +1,17 @@
 """Opens shards and reads byte ranges of them in one of three ways: mmap, pread, O_DIRECT.
 
-All three check what they got: a range that ends early is damage with the file's name, not zeros. Under ``mmap`` a
+A mapped shard may have a bypass: what is not in memory is then read by O_DIRECT, past the page cache, either always
+(the data do not fit the memory) or while the decoders have enough to do: a page that the cache takes in costs more CPU
+time than a read into a buffer that is used again and again, which pays only where the disk is what limits.
+
+All ways check what they got: a range that ends early is damage with the file's name, not zeros. Under ``mmap`` a
 range is brought in by MADV_POPULATE_READ, which reports a truncated file or a disk error as an error code where a
 plain access would end the process with SIGBUS.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -15,6 +20,7 @@ import queue
 import threading
 from collections import OrderedDict
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -22,9 +28,11 @@ import numpy.typing as npt
 from hsloader.errors import DamageError
 from hsloader.store.stored_segment import OPEN_SHARDS, ArrayInfo, ShardHandle
 
-__all__ = ["Access", "Buffer", "Buffers", "OpenShard", "OpenShards", "populate_for_writing"]
+__all__ = ["Access", "Buffer", "Buffers", "Bypass", "OpenShard", "OpenShards", "populate_for_writing"]
 
 Bytes = npt.NDArray[np.uint8]
+
+Bypass = Literal["never", "busy", "always"]
 
 _PAGE = mmap.PAGESIZE
 _HUGE = 2 << 20
@@ -33,6 +41,11 @@ _HUGE = 2 << 20
 LARGE_SAMPLE = 16 << 20
 
 _DIRECT_ALIGNMENT = 4096  # of offset, length and address; no disk in use wants more
+# Shorter ranges (chunks of token fields, which many batches share) always go through the page cache.
+_LEAST_BYPASS = 128 << 10
+# How fast "the decoders have enough to do" changes its mind: about so many reads.
+_MEMORY = 32
+
 _RANDOM, _WILLNEED, _DONTNEED, _HUGEPAGE = 1, 3, 4, 14
 _POPULATE_READ, _POPULATE_WRITE = 22, 23  # Linux 5.14
 
@@ -55,7 +68,7 @@ class OpenShard:
 
     __slots__ = ("__weakref__", "address", "direct", "handle", "index", "large", "map", "path", "tells")
 
-    def __init__(self, handle: ShardHandle, mode: str, large: bool) -> None:
+    def __init__(self, handle: ShardHandle, mode: str, large: bool, bypass: bool = False) -> None:
         self.handle = handle
         self.path: Path = handle.path
         self.index = handle.index
@@ -75,9 +88,12 @@ class OpenShard:
                 # In this order the kernel reads exactly the huge pages that are touched, and none ahead of them.
                 refused = _libc.madvise(self.address, handle.size, _HUGEPAGE)
                 self.large = not refused and not _libc.madvise(self.address, handle.size, _RANDOM)
-        elif mode == "direct":
+        if mode == "direct":
             self.direct = os.open(handle.path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-        elif large and hasattr(os, "posix_fadvise"):
+        elif bypass and self.tells:
+            with contextlib.suppress(OSError):  # a segment may lie on another file system than the manifest
+                self.direct = os.open(handle.path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        elif mode == "pread" and large and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(handle.fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
     def __del__(self) -> None:
@@ -88,8 +104,9 @@ class OpenShard:
 class OpenShards:
     """The shards that are open, at most ``capacity``; each stays open for as long as somebody holds it."""
 
-    def __init__(self, mode: str, capacity: int = OPEN_SHARDS) -> None:
+    def __init__(self, mode: str, capacity: int = OPEN_SHARDS, *, bypass: bool = False) -> None:
         self._mode = mode
+        self._bypass = bypass
         self._capacity = capacity
         self._open: OrderedDict[tuple[Path, int], OpenShard] = OrderedDict()
         self._lock = threading.Lock()
@@ -115,7 +132,7 @@ class OpenShards:
         if found is not None:
             return found
         large = sum(record.size for record in array.records) >= samples * LARGE_SAMPLE
-        opened = OpenShard(array.open_shard(shard), self._mode, large)
+        opened = OpenShard(array.open_shard(shard), self._mode, large, self._bypass)
         dropped = []
         with self._lock:
             opened = self._open.setdefault((array.directory, shard), opened)
@@ -135,7 +152,11 @@ class OpenShards:
 
 
 class Buffer:
-    """Memory for one read, page-aligned, made on first use and grown when a read needs more."""
+    """Memory for one read, made on first use and grown when a read needs more.
+
+    It lies on pages of 2 MiB where the system gives them: a disk request is as long as what is contiguous in memory, so
+    O_DIRECT reads twice as fast into them (measured: 2.65 against 1.26 GB/s, and 0.01 against 0.06 s of CPU time a GB).
+    """
 
     __slots__ = ("_memory",)
 
@@ -145,8 +166,13 @@ class Buffer:
     def take(self, size: int) -> Bytes:
         """The first ``size`` bytes of the buffer, a multiple of the page."""
         if len(self._memory) < size:
-            private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            self._memory = np.frombuffer(mmap.mmap(-1, -(-size // _PAGE) * _PAGE, flags=private), np.uint8)
+            whole = -(-size // _HUGE) * _HUGE
+            pages = mmap.mmap(-1, whole + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with contextlib.suppress(OSError, AttributeError):
+                pages.madvise(mmap.MADV_HUGEPAGE)
+            memory = np.frombuffer(pages, np.uint8)
+            start = -memory.ctypes.data % _HUGE
+            self._memory = memory[start : start + whole]
         return self._memory[:size]
 
 
@@ -168,12 +194,22 @@ class Buffers:
 
 
 class Access:
-    """Reads byte ranges of open shards in ``mode``; with ``drop_pages`` those ``consumed`` leave the page cache."""
+    """Reads byte ranges of open shards in ``mode``; with ``drop_pages`` those ``consumed`` leave the page cache.
 
-    def __init__(self, mode: str, drop_pages: bool) -> None:
+    ``bypass``: when what is not in memory is read past the page cache, of shards that are mapped.
+    """
+
+    def __init__(self, mode: str, drop_pages: bool, bypass: Bypass = "never") -> None:
         self.mode = mode
+        self._bypass = bypass
+        self._hungry = 0.0  # the share of recent reads that the decoders waited for
         self.drop_pages = drop_pages and hasattr(os, "posix_fadvise")
         self._populate = True
+
+    @property
+    def bypasses(self) -> bool:
+        """Whether any range may be read past the page cache of a mapped shard."""
+        return self._bypass != "never"
 
     def resident(self, shard: OpenShard, start: int, stop: int) -> Bytes | None:
         """The bytes ``[start, stop)`` of a mapped shard if all are in memory: then there is nothing to read."""
@@ -187,17 +223,32 @@ class Access:
 
     def read(self, shard: OpenShard, start: int, stop: int, buffer: Buffer) -> Bytes:
         """The bytes ``[start, stop)`` of the shard: a view of its map or of ``buffer``."""
-        if shard.map is not None:
+        if shard.map is not None and not self._goes_past(shard, stop - start):
             self._bring_in(shard, start, stop)
             return shard.map[start:stop]
         if shard.direct >= 0:
             first = start // _DIRECT_ALIGNMENT * _DIRECT_ALIGNMENT
             room = buffer.take(-(-(stop - first) // _DIRECT_ALIGNMENT) * _DIRECT_ALIGNMENT)
-            _fill(shard, shard.direct, room, first, stop)
+            try:
+                _fill(shard, shard.direct, room, first, stop)
+            except OSError as error:
+                if shard.map is None or error.errno != errno.EINVAL:
+                    raise
+                self._bypass = "never"  # refused after all
+                return self.read(shard, start, stop, buffer)
             return room[start - first : stop - first]
         room = buffer.take(stop - start)
         _fill(shard, shard.handle.fd, room, start, stop)
         return room
+
+    def arrived(self, awaited: bool) -> None:
+        """A read is done; ``awaited``: the decoders have nothing else to do."""
+        self._hungry += (awaited - self._hungry) / _MEMORY
+
+    def _goes_past(self, shard: OpenShard, size: int) -> bool:
+        if shard.direct < 0 or size < _LEAST_BYPASS:
+            return False
+        return self._bypass == "always" or (self._bypass == "busy" and self._hungry < 0.5)
 
     def consumed(self, shard: OpenShard, start: int, stop: int, last: bool) -> int:
         """Give back the pages of a range that was decoded; the bytes they held.
@@ -206,7 +257,7 @@ class Access:
         goes with the second of them, or with this one if it is the ``last`` hereabouts. A mapped page is given back by
         the map first, or the kernel keeps it.
         """
-        if not self.drop_pages or shard.direct >= 0:
+        if not self.drop_pages or (shard.map is None and shard.direct >= 0):
             return 0
         first = start // _HUGE * _HUGE
         end = min(shard.handle.size, -(-stop // _HUGE) * _HUGE) if last else stop // _HUGE * _HUGE

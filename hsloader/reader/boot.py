@@ -7,6 +7,7 @@ the feeder's start would be theirs. The feeder needs one extension module of eac
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import importlib.machinery
 import sys
@@ -20,6 +21,8 @@ __all__ = ["main"]
 def main(parent: Parent) -> None:
     """Prepare the imports, then be a feeder."""
     import_light()
+    # The thread that failed; all of them would push the reason out of the 4 KiB that are told.
+    faulthandler.enable(all_threads=False)
     from hsloader.reader import feeder
 
     feeder.main(parent)

@@ -21,7 +21,7 @@ __all__ = ["check_budget", "choose_settings", "possible_options"]
 _log = logging.getLogger("hsloader.reader")
 
 _LEAST_SLOTS = 3
-_READERS = {"mmap": 4, "direct": 8, "pread": 8}
+_READERS = {"mmap": 8, "direct": 8, "pread": 8}
 _REMOTE_READERS = 16  # a server answers many requests at a time, each of them late
 _DECODERS_EACH = 8  # more threads of one process wait for one another (see ``helpers``)
 
@@ -59,6 +59,7 @@ def choose_settings(
         row_bytes=tuple(dataset.fields[name].row_bytes for name in fields),
         mode=mode.mode,
         drop_pages=mode.drop_pages,
+        bypass=mode.bypass,
         readers=max(options.io_threads or readers, engines),
         decoders=decoders,
         engines=engines,

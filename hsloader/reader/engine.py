@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hsloader.reader.access import Access
+from hsloader.reader.access import Access, Bypass
 from hsloader.reader.batch import Batch, encode_bad
 from hsloader.reader.counters import FeederCounter, TrainerCounter
 from hsloader.reader.ring import Ring, Status
@@ -32,6 +32,7 @@ _PARTS = int(FeederCounter.PARTS)
 _COUNTED = 8  # counters that each engine has of its own, from TAKEN on
 MOST_ENGINES = 4
 
+_BUFFERS = 20  # at most, of one run each: 80 MiB
 _TOKEN_BYTES = 64 << 20  # decoded token chunks that are kept: some ten million tokens of ids
 
 
@@ -49,6 +50,7 @@ class EngineSettings:
     row_bytes: tuple[int, ...]
     mode: str
     drop_pages: bool
+    bypass: Bypass
     readers: int
     decoders: int
     engines: int = 1  # processes that share the requests and the threads
@@ -98,9 +100,10 @@ class Engine:
             self.ring,
             segments,
             settings.fields,
-            Access(settings.mode, settings.drop_pages),
+            Access(settings.mode, settings.drop_pages, settings.bypass),
             readers=readers,
             decoders=decoders,
+            buffers=_BUFFERS // settings.engines,
             token_bytes=_TOKEN_BYTES // settings.engines,
             report=self._report,
         )

@@ -1,6 +1,7 @@
 """Which way to read: mmap, pread or O_DIRECT, decided by the file system, the dataset's size and the memory.
 
-* ``mmap`` (local file systems): decoders read the page cache in place, no copy.
+* ``mmap`` (local file systems): decoders read the page cache in place, no copy. ``auto`` adds a bypass where it can:
+  what is not in memory is read by O_DIRECT while decoding is what limits, and always if the dataset does not fit.
 * ``pread`` (network file systems, FUSE, what is not known): a page fault that a server must answer can neither be
   timed out nor reported; a read can.
 * ``direct``: the page cache is left alone. For datasets many times the memory, where its eviction costs more than the
@@ -18,8 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hsloader.monitor.words import size_text
+from hsloader.reader.access import Buffer, Bypass
 from hsloader.reader.limits import memory_total
 from hsloader.reader.options import ReadOptions
+from hsloader.store.manifest import MANIFEST_NAME
 
 __all__ = ["ReadMode", "choose_mode", "file_system", "supports_direct"]
 
@@ -51,6 +54,7 @@ _MAGIC = {
     0x013111A8: ("ibrix", False),
 }
 
+_IN_MEMORY = ("tmpfs", "ramfs")
 _MANY_TIMES = 4  # a dataset of so many times the memory is worth measuring O_DIRECT for
 _FASTER = 1.1  # ... which must win by this factor
 _PROBE_BYTES = 32 << 20
@@ -59,13 +63,17 @@ _PROBE_READ = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class ReadMode:
-    """How to read, and why. ``local``: the data lie on this machine; ``reason``: a sentence for people."""
+    """How to read, and why. ``local``: the data lie on this machine; ``reason``: a sentence for people.
+
+    ``bypass``: when ranges of mapped files that are not in memory are read past the page cache.
+    """
 
     mode: str
     drop_pages: bool
     file_system: str
     local: bool
     reason: str
+    bypass: Bypass = "never"
 
 
 def choose_mode(options: ReadOptions, root: Path, stored_bytes: int, find_shard: Callable[[], Path | None]) -> ReadMode:
@@ -76,12 +84,20 @@ def choose_mode(options: ReadOptions, root: Path, stored_bytes: int, find_shard:
     name, local = file_system(root)
     memory = memory_total()
     drop = options.drop_pages
+    fits = stored_bytes <= 0.8 * memory
     if drop is None:
-        drop = stored_bytes > 0.8 * memory
+        drop = not fits
+    bypass: Bypass = "never"
     sizes = f"{size_text(stored_bytes)} of data, {size_text(memory)} of memory"
     mode: str = options.mode
     if mode == "auto":
         mode, reason = _decide(name, local, find_shard, stored_bytes, memory)
+        wanted = mode == "mmap" and name not in _IN_MEMORY and not options.in_process
+        if wanted and supports_direct(root / MANIFEST_NAME):
+            bypass = "busy" if fits else "always"
+            drop = bool(options.drop_pages)  # what is read past the page cache leaves nothing to drop
+            when = "while decoding is what limits" if fits else "since it does not fit the memory"
+            reason += f", what is not in memory is read by O_DIRECT {when}"
     else:
         reason = "asked for"
     if mode == "mmap" and options.in_process:
@@ -92,7 +108,7 @@ def choose_mode(options: ReadOptions, root: Path, stored_bytes: int, find_shard:
             raise ValueError(f"mode='direct': {name} refuses O_DIRECT for {shard}; use mode='pread' or 'auto'")
         drop = False
     kept = "; pages are dropped once decoded" if drop else ""
-    return ReadMode(mode, drop, name, local, f"{reason}; {name}, {sizes}{kept}")
+    return ReadMode(mode, drop, name, local, f"{reason}; {name}, {sizes}{kept}", bypass)
 
 
 def _decide(
@@ -100,7 +116,7 @@ def _decide(
 ) -> tuple[str, str]:
     if not local:
         return "pread", "not a local file system"
-    shard = find_shard() if stored_bytes >= _MANY_TIMES * memory and name not in ("tmpfs", "ramfs") else None
+    shard = find_shard() if stored_bytes >= _MANY_TIMES * memory and name not in _IN_MEMORY else None
     if shard is None:
         return "mmap", "a local file system"
     if not supports_direct(shard):
@@ -149,11 +165,11 @@ def _probe(path: Path, *, direct: bool) -> float:
         half = os.fstat(fd).st_size // 2
         begin = (half if direct else 0) // _PROBE_READ * _PROBE_READ
         count = max(1, min(_PROBE_BYTES, half) // _PROBE_READ)
-        buffer = mmap.mmap(-1, _PROBE_READ)
+        buffer = Buffer().take(_PROBE_READ)
         if not direct:
             os.posix_fadvise(fd, begin, count * _PROBE_READ, os.POSIX_FADV_DONTNEED)
         started = time.perf_counter()
-        done = sum(os.preadv(fd, [buffer], begin + i * _PROBE_READ) for i in range(count))
+        done = sum(os.preadv(fd, [buffer.data], begin + i * _PROBE_READ) for i in range(count))
         return done / max(1e-9, time.perf_counter() - started)
     finally:
         os.close(fd)

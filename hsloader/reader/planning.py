@@ -16,7 +16,7 @@ __all__ = ["Cut", "Frame", "Run", "ShardGroup", "gaps", "runs_of", "split_by_arr
 # Frames that lie closer than this in a shard are read together: reading the gap costs less than another request ...
 _GAP_BYTES = 64 << 10
 # ... up to this length: the piece of work of one read and of one decoder.
-RUN_BYTES = 4 << 20
+RUN_BYTES = (4 << 20) - (8 << 10)  # with the ends that O_DIRECT adds, two pages of 2 MiB
 # Ranges that lie closer than this may share a page of the page cache.
 _NEAR_BYTES = 2 << 20
 

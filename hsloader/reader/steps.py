@@ -201,6 +201,7 @@ class _Read(_Step):
             raise
         _count_read(worker, run)
         row[ThreadCounter.READ_NS] += time.monotonic_ns() - begun
+        shared.access.arrived(not len(shared.decodes))
         shared.decodes.put(_Decode(self, data, buffer))
 
 

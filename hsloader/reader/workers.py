@@ -136,6 +136,7 @@ class Shared:
         *,
         readers: int,
         decoders: int,
+        buffers: int,
         token_bytes: int,
         report: Callable[[Batch], None],
     ) -> None:
@@ -144,11 +145,11 @@ class Shared:
         self.fields = fields
         self.access = access
         self.root = segments[0].path.parent.parent if segments else None
-        self.shards = OpenShards(access.mode)
+        self.shards = OpenShards(access.mode, bypass=access.bypasses)
         self.tokens = TokenChunks(token_bytes)
         self.reads = ReadQueue()
         self.decodes = DecodeQueue(decoders)
-        self.buffers = Buffers(readers + decoders + 4)
+        self.buffers = Buffers(max(readers + 2, min(readers + decoders + 4, buffers)))
         self.faulted: set[int] = set()
         self.report = report
 

@@ -175,3 +175,37 @@ def test_a_trainer_that_asks_for_nothing_is_told_of_ever_more_seldom() -> None:
     ring.trainer[TrainerCounter.LAST_CALL] = time.monotonic_ns()
     idle.look(ring)
     assert after(61) == 4
+
+
+@pytest.mark.parametrize("bypass", ["busy", "always"])
+def test_what_is_not_in_memory_goes_past_the_page_cache(path: Path, content: bytes, bypass: access.Bypass) -> None:
+    if not supports_direct(path):
+        pytest.skip("this file system has no O_DIRECT")
+    fd = access.os.open(path, access.os.O_RDONLY)
+    access.os.fsync(fd)
+    access.os.posix_fadvise(fd, 0, 0, access.os.POSIX_FADV_DONTNEED)
+    handle = ShardHandle(path, fd, path.stat().st_size, np.empty((0, 2), np.uint64))
+    shard, way, buffer = OpenShard(handle, "mmap", False, True), Access("mmap", False, bypass), Buffer()
+    if not shard.tells or way.resident(shard, 0, SIZE) is not None:
+        pytest.skip("the file is in memory here")
+    for start, stop in ((5, 3 << 20), (SIZE - (1 << 20), SIZE)):
+        assert way.read(shard, start, stop, buffer).tobytes() == content[start:stop]
+        assert way.resident(shard, start, stop) is None
+    for _ in range(100):
+        way.arrived(True)  # the decoders wait for the disk
+    assert way.read(shard, 5, 3 << 20, buffer).tobytes() == content[5 : 3 << 20]
+    assert (way.resident(shard, 5, 3 << 20) is not None) == (bypass == "busy")
+    assert way.read(shard, 6 << 20, (6 << 20) + 9, buffer).tobytes() == content[6 << 20 : (6 << 20) + 9]
+    assert way.resident(shard, 6 << 20, (6 << 20) + 9) is not None  # what is small is always kept
+
+
+def test_a_bypass_that_is_refused_after_all(path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard, way = opened(path, "mmap", False), Access("mmap", False, "always")
+    shard.direct = access.os.dup(shard.handle.fd)
+
+    def refuse(*_: object) -> int:
+        raise OSError(access.errno.EINVAL, "refused")
+
+    monkeypatch.setattr(access.os, "preadv", refuse)
+    assert way.read(shard, 5, 1 << 20, Buffer()).tobytes() == content[5 : 1 << 20]
+    assert not way.bypasses

@@ -44,7 +44,7 @@ def test_they_share_the_work(usual: Dataset) -> None:
         assert all(runs(pid) for pid in pids)
         rows = client.ring.threads
         assert {int(row[ThreadCounter.PROCESS]) for row in rows} == {client.pid, *pids}
-        assert [int((rows[:, ThreadCounter.KIND] == kind).sum()) for kind in (1, 2)] == [6, 17]
+        assert [int((rows[:, ThreadCounter.KIND] == kind).sum()) for kind in (1, 2)] == [8, 17]
         for pid in (client.pid, *pids):
             mine = rows[rows[:, ThreadCounter.PROCESS] == pid]
             assert mine[:, ThreadCounter.FRAMES].sum() > 0
