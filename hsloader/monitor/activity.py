@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from hsloader.monitor.files import file_system_text
 from hsloader.monitor.kernel import Wait
 from hsloader.monitor.limit import Limit, limit_of
-from hsloader.monitor.situation import HostReport, Kind, Situation, Verdict, idle_worker
+from hsloader.monitor.situation import READS, HostReport, Kind, Situation, Verdict, idle_worker
 from hsloader.monitor.summary import STORAGE_WAITS, FileReading, ProcessReport
 from hsloader.monitor.words import listed, plural, rate_text, share_text, size_text, time_text
 
 __all__ = ["ACTIVITIES"]
-
-_READS = 1e6  # bytes a second from which a process counts as reading
 
 
 def _compiling(s: Situation) -> Verdict | None:
@@ -49,7 +47,7 @@ def _same_file(s: Situation) -> Verdict | None:
         times = process.read_rate * s.seconds / file.size
         if times >= 4 and file.read >= 2 and file.seen >= 6:
             caught.append((process, file, times))
-    if not caught or len(caught) < len([p for p in s.readers if p.rate >= _READS]):
+    if not caught or len(caught) < len([p for p in s.readers if p.rate >= READS]):
         return None
     process, file, _ = caught[0]
     total = round(sum(times for _, f, times in caught if f.path == file.path))
@@ -72,7 +70,7 @@ def _same_file(s: Situation) -> Verdict | None:
 
 
 def _reading(s: Situation) -> Verdict | None:
-    active = [p for p in s.readers if p.rate >= _READS or p.disk_rate >= _READS or _in_storage(p)]
+    active = [p for p in s.readers if p.rate >= READS or p.disk_rate >= READS or _in_storage(p)]
     waits = s.data_wait
     if waits is not None and waits < 0.5:
         return None  # the workers read ahead; the trainer is the limit
@@ -84,7 +82,7 @@ def _reading(s: Situation) -> Verdict | None:
     mean = sum(sizes) / len(sizes) if sizes else 0
     fast = max(rate, from_disk)
     mapped = [p for p in active if any(f.how == "mapped" for f in p.files)]
-    if mapped and from_disk < _READS:
+    if mapped and from_disk < READS:
         # Pages that are in memory are mapped without a trace that could be counted.
         fast = 0.0
         text = f"{_who(s, active)} {_what(active, mean)} through maps, from the page cache"

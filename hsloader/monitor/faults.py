@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from hsloader.monitor.files import file_system_text
 from hsloader.monitor.kernel import Wait
-from hsloader.monitor.situation import Kind, Situation, Verdict, idle_worker
+from hsloader.monitor.situation import READS, Kind, Situation, Verdict, idle_worker
 from hsloader.monitor.summary import STORAGE_WAITS, FileReading
 from hsloader.monitor.words import listed, plural, rate_text, share_text, size_text, time_text
 
 __all__ = ["FAULTS", "exit_text"]
-
-_READS = 1e6  # bytes a second from which a process counts as reading
 
 
 def exit_text(status: int | None) -> str:
@@ -78,7 +76,7 @@ def _stuck(s: Situation) -> Verdict | None:
     rest_text = ""
     if rest:
         moving = sum(p.rate for p in rest)
-        rest_text = f"; the other {len(rest)} read at {rate_text(moving)}" if moving >= _READS else ""
+        rest_text = f"; the other {len(rest)} read at {rate_text(moving)}" if moving >= READS else ""
         rest_text = rest_text or f"; {'the other waits' if len(rest) == 1 else f'the other {len(rest)} wait'}"
     if worst.channel.startswith(("wait_for_partner", "fifo_open")) or (file is not None and file.kind == "fifo"):
         doing = "opening" if worst.wait is Wait.OPEN else "reading"

@@ -11,7 +11,9 @@ from hsloader.monitor.kernel import Wait
 from hsloader.monitor.samples import GpuSample
 from hsloader.monitor.summary import ProcessReport
 
-__all__ = ["HostReport", "Kind", "Situation", "Verdict", "idle_worker", "waits_for"]
+__all__ = ["READS", "HostReport", "Kind", "Situation", "Verdict", "idle_worker"]
+
+READS = 1e6  # bytes a second from which a process counts as reading
 
 
 class Kind(StrEnum):
@@ -107,7 +109,7 @@ class Situation:
         if trainer is None or not self.workers or self.starved > _TOO_STARVED:
             return None
         share = trainer.share(Wait.PIPE) + trainer.pin_wait
-        share += trainer.share(Wait.POLL) if waits_for(trainer, self.workers) else 0.0
+        share += trainer.share(Wait.POLL) if _waits_for(trainer, self.workers) else 0.0
         # A batch's descriptor comes from its worker by a local socket.
         share += trainer.share(Wait.SOCKET) if not trainer.peers else 0.0
         return min(1.0, share / (1.0 - self.starved))  # starved looks say nothing about data
@@ -117,7 +119,7 @@ _IDLE = 0.05  # cores below which a process counts as idle
 _TOO_STARVED = 0.8  # share of looks; the few that are left mean nothing
 
 
-def waits_for(process: ProcessReport, others: Sequence[ProcessReport]) -> bool:
+def _waits_for(process: ProcessReport, others: Sequence[ProcessReport]) -> bool:
     """Whether a process polls a pipe or socket of the others; true where the kernel hides what it polls."""
     pipes = [link for link in process.main_links if link.startswith("pipe:")]
     if not pipes:
@@ -128,5 +130,5 @@ def waits_for(process: ProcessReport, others: Sequence[ProcessReport]) -> bool:
 def idle_worker(s: Situation, worker: ProcessReport) -> bool:
     """Whether a worker only waits for the trainer to ask it for something."""
     others = [s.trainer] if s.trainer else []
-    polls = worker.share(Wait.POLL, Wait.PIPE) >= 0.8 and waits_for(worker, others)
+    polls = worker.share(Wait.POLL, Wait.PIPE) >= 0.8 and _waits_for(worker, others)
     return polls and worker.cpu < _IDLE

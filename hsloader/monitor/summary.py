@@ -45,7 +45,7 @@ class FileReading:
 
 @dataclass(frozen=True, slots=True)
 class BusyThread:
-    """A thread that used at least a third of a core; ``frames`` come from py-spy, innermost first."""
+    """A thread that used at least 0.3 cores; ``frames`` come from py-spy, innermost first."""
 
     tid: int
     name: str
