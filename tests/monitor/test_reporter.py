@@ -178,14 +178,15 @@ def test_stall_report_without_anything_to_read(monkeypatch: pytest.MonkeyPatch) 
 
 def test_slowest_rank_is_found_among_the_rings_of_the_job(tmp_path: Path) -> None:
     with make_dataset(tmp_path / "data.hs", samples=4) as dataset:
+        own = f"job {os.getpid()}"  # the machine may run these tests twice at a time
         clients = [make_client(dataset) for _ in range(3)]
         try:
             for rank, client in enumerate(clients):
-                job = "mine" if rank < 2 else "another"
+                job = own if rank < 2 else "another"
                 client.ring.write_info({**client.ring.info(), "rank": rank, "job": job})
                 client.submit(0, request_of([(0, 0, 0, 5, 0)], len(dataset.fields)))
                 assert _arrives(client, 0)
-            siblings = Siblings("mine", 0)
+            siblings = Siblings(own, 0)
             assert siblings.slowest() is None
             clients[1].counters[TrainerCounter.NEXT_NS] += 10**9
             found = siblings.slowest()
