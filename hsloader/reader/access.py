@@ -59,8 +59,9 @@ _quick.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
 def populate_for_writing(memory: Bytes) -> None:
-    """Give every page of ``memory`` (page-aligned) its place, faster than faults one by one would."""
-    _libc.madvise(memory.ctypes.data, memory.nbytes, _POPULATE_WRITE)
+    """Give every page that ``memory`` touches its place, faster than faults one by one would."""
+    ahead = memory.ctypes.data % _PAGE
+    _libc.madvise(memory.ctypes.data - ahead, memory.nbytes + ahead, _POPULATE_WRITE)
 
 
 class OpenShard:

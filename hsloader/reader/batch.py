@@ -61,8 +61,8 @@ def unpack_blob(blob: bytes, fields: int) -> tuple[tuple[int, ...], tuple[int, .
 class Batch:
     """A request on its way. ``left`` counts pieces of work; who finishes the last one reports the batch."""
 
-    __slots__ = ("bad", "cancelled", "decoded_bytes", "failure", "left", "lock", "memory", "offsets", "request",
-                 "row_bytes", "rows", "skipped", "slot", "started", "wire")  # fmt: skip
+    __slots__ = ("bad", "cancelled", "decoded_bytes", "failure", "fresh", "left", "lock", "memory", "offsets",
+                 "request", "row_bytes", "rows", "skipped", "slot", "started", "wire")  # fmt: skip
 
     def __init__(self, slot: int, request: Request, memory: Bytes, row_bytes: Sequence[int]) -> None:
         self.slot = slot
@@ -75,6 +75,7 @@ class Batch:
         self.lock = threading.Lock()
         self.left = 1
         self.cancelled = False  # the trainer wants it no more
+        self.fresh = False  # its slot has no pages yet
         self.skipped = False  # ... and some of it was not read
         self.failure = ""
         self.bad: dict[tuple[int, int], tuple[str, str, int, int, str]] = {}

@@ -44,8 +44,9 @@ class Plan(_Step):
         batch, shared = self.batch, worker.shared
         worker.stage(Stage.PLAN, batch)
         if not batch.cancelled:
-            filling: list[Work] = [_Fault(batch, *part) for part in _new_pages(shared, batch)]
-            filling += [_Zero(batch, *gap) for gap in gaps(batch.wire, batch.rows)]
+            rest: list[Work] = [_Fault(batch, *part) for part in _new_pages(shared, batch)]
+            batch.fresh = bool(rest)
+            filling: list[Work] = [_Zero(batch, *gap) for gap in gaps(batch.wire, batch.rows)]
             groups: list[Work] = []
             for field, segment, pieces in split_by_array(batch.wire):
                 try:
@@ -55,13 +56,17 @@ class Plan(_Step):
                     cuts = [(0, int(p["rows"]), int(p["dest"]), int(p["sample"])) for p in pieces]
                     batch.spoil(field, cuts, error, (str(shared.root), -1, -1))
             batch.more(len(filling) + len(groups))
+            shared.decodes.put_last(*rest)
             shared.decodes.put(*filling)
             shared.reads.put(*groups)
         worker.finish(batch)
 
 
 def _new_pages(shared: Shared, batch: Batch) -> list[tuple[int, int]]:
-    """The parts of a slot that is used for the first time, to be given pages before somebody copies or pins them."""
+    """The parts of a slot that is used for the first time, to be given pages before somebody pins them.
+
+    Decoders give the pages that they write to by themselves, so the batch does not wait for the whole slot.
+    """
     if batch.slot in shared.faulted:
         return []
     shared.faulted.add(batch.slot)
@@ -70,7 +75,7 @@ def _new_pages(shared: Shared, batch: Batch) -> list[tuple[int, int]]:
 
 
 class _Fault(_Step):
-    """Give a part of a slot its pages."""
+    """Give a part of a slot its pages, when there is nothing else to do; it is not counted as the batch's work."""
 
     __slots__ = ("start", "stop")
 
@@ -83,7 +88,6 @@ class _Fault(_Step):
         """See ``Work``."""
         worker.stage(Stage.PLAN, self.batch, self.start, self.stop - self.start)
         populate_for_writing(self.batch.memory[self.start : self.stop])
-        worker.finish(self.batch)
 
 
 class _Zero(_Step):
@@ -225,6 +229,8 @@ class _Decode(_Step):
             if not batch.cancelled:
                 worker.working_on(group.array, group.shard)
                 begun = worker.stage(Stage.DECODE, batch, run.start, run.stop - run.start)
+                if batch.fresh:
+                    self._give_pages()
                 for frame in run.frames:
                     decoded += self._frame(worker, frame)
                 row[ThreadCounter.FRAMES] += len(run.frames)
@@ -238,6 +244,15 @@ class _Decode(_Step):
             if self.buffer is not None:
                 shared.buffers.give(self.buffer)
         worker.finish(batch, decoded)
+
+    def _give_pages(self) -> None:
+        """Give the run's place its pages, all at once; where its rows lie far apart the kernel gives each by itself."""
+        batch, field = self.batch, self.read.group.field
+        cuts = [cut for frame in self.read.run_.frames for cut in frame.cuts]
+        first = min(dest for _, _, dest, _ in cuts)
+        end = max(dest + count for _, count, dest, _ in cuts)
+        if end - first <= 2 * sum(count for _, count, _, _ in cuts):
+            populate_for_writing(batch.place(field, first, end - first))
 
     def _frame(self, worker: Worker, frame: Frame) -> int:
         """Decode one frame; the bytes it gave."""

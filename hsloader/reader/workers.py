@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import os
 import queue
 import threading
 import time
 import traceback
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -78,6 +79,7 @@ class DecodeQueue:
 
     def __init__(self, threads: int) -> None:
         self._works: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._last: deque[Work] = deque()
         self._threads = threads
 
     def __len__(self) -> int:
@@ -88,12 +90,22 @@ class DecodeQueue:
         for work in works:
             self._works.put(work)
 
+    def put_last(self, *works: Work) -> None:
+        """Add work for when there is no other; the thread that next runs out of it finds it."""
+        self._last.extend(works)
+
     def get(self) -> Work | None:
         """The next piece of work; waits for one. None once the queue is closed."""
+        if self._last:
+            with contextlib.suppress(queue.Empty):
+                return self._works.get_nowait()
+            with contextlib.suppress(IndexError):
+                return self._last.popleft()
         return self._works.get()
 
     def close(self) -> None:
         """Send the threads home, after what is queued."""
+        self._last.clear()
         for _ in range(self._threads):
             self._works.put(None)
 
