@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hsloader.monitor.files import file_system_text
+from hsloader.monitor.files import file_system_text, is_data_file
 from hsloader.monitor.kernel import Wait
 from hsloader.monitor.limit import Limit, limit_of
 from hsloader.monitor.situation import READS, HostReport, Kind, Situation, Verdict, idle_worker
@@ -43,6 +43,8 @@ def _same_file(s: Situation) -> Verdict | None:
     for process in s.readers:
         # Of several files the looks would have caught others too; the same one in six looks is no accident.
         if len(process.files) != 1 or not (file := process.files[0]).size or file.kind != "file":
+            continue
+        if any(link != file.path and is_data_file(link) for link in process.links):
             continue
         times = process.read_rate * s.seconds / file.size
         if times >= 4 and file.read >= 2 and file.seen >= 6:

@@ -96,6 +96,7 @@ class ProcessReport:
     rank: int | None = None
     main_links: tuple[str, ...] = ()
     links: frozenset[str] = field(default_factory=frozenset)
+    """What its descriptors led to in the first and in the last look."""
     pin_wait: float = 0.0
     """Share of the looks in which the main thread waited for its pin-memory thread, and that for the workers."""
 
@@ -162,7 +163,7 @@ def summarise(observation: Observation, track: Track, role: Role, label: str) ->
         exit_code=last.stat.exit_code if last.stat.state in "ZX" else None,
         rank=info.rank,
         main_links=_main(last).links,
-        links=frozenset(last.links.values()),
+        links=frozenset(first.links.values()) | frozenset(last.links.values()),
         pin_wait=sum(_waits_for_pinning(g) for g in track.glances) / max(len(track.glances), 1),
     )
 

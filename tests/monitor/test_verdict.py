@@ -146,6 +146,14 @@ def test_busy_workers_that_read_from_memory_are_limited_by_their_cpu() -> None:
     assert "4 workers used 3.9 cores" in found.sentence
 
 
+def test_one_file_is_said_to_be_read_again_only_if_no_look_saw_another() -> None:
+    again = _file(read=7, seen=7, size=24_000_000)
+    worker = _process(0, Wait.READ, file=again, files=(again,), read_rate=776e6, links=frozenset({again.path}))
+    assert judge(_situation(_trainer(Wait.POLL), worker)).kind is Kind.SAME_FILE
+    other = dataclasses.replace(worker, links=frozenset({again.path, "/data/data_1.pt", "/dev/null", "pipe:[7]"}))
+    assert judge(_situation(_trainer(Wait.POLL), other)).kind is Kind.READING
+
+
 def test_waiting_for_the_pinning_thread_is_waiting_for_data() -> None:
     # As torch does it with pin_memory=True: seen on an H200.
     trainer = _trainer(Wait.TIMED_LOCK, pin_wait=0.97)
