@@ -101,14 +101,11 @@ def _state(process: ProcessReport) -> str:
 
 
 def _print_files(processes: Iterable[ProcessReport]) -> None:
-    readers = [p for p in processes if p.file is not None and p.role in _READERS]
+    readers = [(p, p.file) for p in processes if p.file is not None and p.role in _READERS]
     if not readers:
         return
     output.heading("files")
-    for process in readers:
-        file = process.file
-        if file is None:
-            continue
+    for process, file in readers[:_SHOWN]:
         label = process.label.partition(" (pid")[0]
         output.line(f"  {output.printable(label)}: {output.printable(file.path)}{_place(file)}")
         rest = [f"about {process.files_per_second:.1f} files a second"] if process.files_per_second else []
@@ -156,9 +153,10 @@ def _machine(host: HostReport, processes: Iterable[ProcessReport]) -> Iterable[t
         limit, used_bytes, _ = host.cgroup_memory
         memory += f"; cgroup: {size_text(used_bytes)} of {size_text(limit)} used"
     yield "memory", memory
-    mine = sum(p.proportional or p.resident for p in processes)
+    mine = sum(p.resident if p.proportional is None else p.proportional for p in processes)
+    shared = "" if any(p.proportional is not None for p in processes) else ", what they share counted in each"
     score = max((p.oom_score or 0 for p in processes), default=0)
-    yield "these processes", f"{size_text(mine)} resident; highest OOM score {score} of 1000"
+    yield "these processes", f"{size_text(mine)} resident{shared}; highest OOM score {score} of 1000"
     if host.shm_size:
         yield "/dev/shm", f"{size_text(host.shm_used)} of {size_text(host.shm_size)} used"
     if host.pressure:

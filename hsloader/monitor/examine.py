@@ -52,8 +52,8 @@ class Examination:
 def examine(pid: int, seconds: float = 2.0, *, batch_size: int | None = None, python: bool = True) -> Examination:
     """Examine process ``pid`` and its descendants: any PyTorch training run, with hsloader in it or not.
 
-    Needs no privileges for processes of the same user.  Takes ``seconds`` and a little more, and at most a fifth of
-    a core.
+    Needs no privileges for processes of the same user.  Takes ``seconds``, and a full look at each process before and
+    after; in between it uses at most a fifth of a core.
 
     Args:
         pid: the training process, its launcher (torchrun, srun, a shell) or one of its workers.
