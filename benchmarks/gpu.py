@@ -1,15 +1,17 @@
 """How fast batches reach a GPU from a warm page cache, and how little that disturbs the training step.
 
-    python benchmarks/gpu.py [--out FOLDER] [--data FOLDER] [--gigabytes 8]
+    python benchmarks/gpu.py [--out FOLDER] [--data FOLDER] [--gigabytes 8] [--only PART ...]
 
 Writes ``gpu.json`` into FOLDER (default: $OUT, else the working folder) and prints a line a figure:
 
 * throughput: decoded bytes a second into GPU memory, against torch.load in the best stock setting, and against the
-  limits measured in the same run: decoding on all cores and copying pinned memory;
+  limits measured in the same run: decoding on all cores, filling the ring without a GPU, copying pinned memory;
 * launch: a step of 600 small kernels, alone and while the loader delivers about 2 GB/s;
 * compute: a step of 50 ms of matrix products that needs 100 MB, alone and with the loader, and its wait for data;
 * first_batch: seconds from the construction of a loader with 1 GiB of budget to the first batch on the GPU;
-* memory: growth over an epoch beyond the state after the first batch.
+* memory: growth over an epoch beyond the state after the first batch;
+* parts: where the microseconds inside ``next()`` go;
+* sweep (only where it is asked for): throughput by the reader's settings.
 
 About 4 minutes on 16 cores.  ``--device cpu`` with small sizes only tries the script itself.
 """
@@ -28,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_parts import parts, sweep
 from loader_data import Samples, anonymous_bytes, machine, state_bytes, stock_loader, warm_caches
 
 import hsloader
@@ -35,6 +38,8 @@ from hsloader.benchmark.decoding import frames_of, measure_decoding
 from hsloader.benchmark.timing import Deadline
 
 _KERNELS = 600
+_LAUNCH_STEP = 0.014
+_LAUNCH_RATE = 2e9
 _PREFETCH = 2 << 30
 
 
@@ -43,6 +48,7 @@ class Bench:
 
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
         self.device = torch.device(arguments.device)
+        self.cuda = self.device.type == "cuda"
         self.hidden, self.tokens = arguments.hidden, arguments.tokens
         self.seconds = arguments.seconds
         self.rounds = arguments.rounds
@@ -66,23 +72,52 @@ class Bench:
         print(f"{name:12} {text}", flush=True)
 
     def sync(self) -> None:
-        if self.device.type == "cuda":
+        if self.cuda:
             torch.cuda.synchronize()
 
     def loader(self, max_tokens: int, **settings: Any) -> hsloader.DataLoader:
+        settings = {"device": self.device, "read": hsloader.ReadOptions(prefetch=_PREFETCH), **settings}
         return hsloader.DataLoader(
             self.dataset,
             trainer="speculators-0.9",
             max_tokens=max_tokens,
             max_length=min(max_tokens, self.tokens),
-            device=self.device,
             log_every=0,
-            **{"read": hsloader.ReadOptions(prefetch=_PREFETCH), **settings},
+            **settings,
         )
+
+    def rate(self, **settings: Any) -> tuple[float, dict[str, float]]:
+        """Bytes a second of batches of two samples, a barrier after each, once every slot was used; and the stats."""
+        with self.loader(2 * self.tokens, **settings) as loader:
+            batches = self.endless(loader)
+            self.use_every_slot(loader, batches)
+            moved, begun = 0, time.perf_counter()
+            while time.perf_counter() - begun < self.seconds:
+                moved += state_bytes(next(batches))
+                self.sync()
+            return moved / (time.perf_counter() - begun), loader.stats()
+
+    def use_every_slot(self, loader: hsloader.DataLoader, batches: Iterator[Any]) -> None:
+        """Take so many batches that each slot has its pages and is registered: that is once, at the start."""
+        for _ in range(loader._connection.client.slots + 2):  # type: ignore[union-attr]
+            next(batches)
+            self.sync()
 
     def endless(self, loader: hsloader.DataLoader) -> Iterator[Any]:
         while True:
             yield from loader
+
+    def steps(self, step: Callable[[], None], count: int, batches: Iterator[Any] | None) -> float:
+        """Seconds a step, with a batch before each if there are batches."""
+        self.sync()
+        begun = time.perf_counter()
+        for _ in range(count):
+            if batches is not None:
+                batch = next(batches)
+                batch["loss_mask"][0, 0]  # the script touches it, and waits for nothing
+            step()
+        self.sync()
+        return (time.perf_counter() - begun) / count
 
     def tokens_of(self, size: float) -> int:
         """Tokens whose states take ``size`` bytes."""
@@ -95,18 +130,8 @@ def _text(value: Any) -> str:
 
 def throughput(bench: Bench) -> None:
     """Batches of two samples as fast as they come, a barrier after each; and the stock ways."""
-    with bench.loader(2 * bench.tokens) as loader:
-        batches = bench.endless(loader)
-        for _ in range(3):
-            next(batches)
-        bench.sync()
-        moved, begun = 0, time.perf_counter()
-        while time.perf_counter() - begun < bench.seconds:
-            batch = next(batches)
-            moved += state_bytes(batch)
-            bench.sync()
-        rate = moved / (time.perf_counter() - begun)
-        stats = loader.stats()
+    rate, stats = bench.rate()
+    to_host, _ = bench.rate(device="cpu")
     stock = {}
     for workers, use_mmap in ((0, False), (0, True), (2, True), (4, False), (4, True)):
         name = f"{workers} workers{', mmap' if use_mmap else ''}"
@@ -120,6 +145,7 @@ def throughput(bench: Bench) -> None:
             "best_stock_gb_s": stock[best] / 1e9,
             "best_stock": best,
             "times_stock": rate / stock[best],
+            "to_host_memory_gb_s": to_host / 1e9,
             "limit_decode_gb_s": _decode_limit(bench) / 1e9,
             "limit_copy_gb_s": _copy_limit(bench) / 1e9,
             "read_bytes": stats["read_bytes"],
@@ -129,9 +155,7 @@ def throughput(bench: Bench) -> None:
 
 
 def _stock_rate(bench: Bench, workers: int, use_mmap: bool) -> float:
-    loader = stock_loader(
-        bench.paths, workers=workers, use_mmap=use_mmap, tokens=bench.tokens, pin=bench.device.type == "cuda"
-    )
+    loader = stock_loader(bench.paths, workers=workers, use_mmap=use_mmap, tokens=bench.tokens, pin=bench.cuda)
     moved, begun, count = 0, 0.0, 0
     end = time.perf_counter() + 3 * bench.seconds
     while not begun or time.perf_counter() - begun < bench.seconds:
@@ -164,7 +188,7 @@ def _decode_limit(bench: Bench) -> float:
 def _copy_limit(bench: Bench) -> float:
     """Bytes a second of a copy of pinned memory to the device."""
     size = min(512 << 20, max(1 << 20, 2 * bench.sample_bytes))
-    host = torch.empty(size, dtype=torch.uint8, pin_memory=bench.device.type == "cuda")
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=bench.cuda)
     target = torch.empty(size, dtype=torch.uint8, device=bench.device)
     target.copy_(host)
     bench.sync()
@@ -175,33 +199,21 @@ def _copy_limit(bench: Bench) -> float:
     return 10 * size / (time.perf_counter() - begun)
 
 
-def _steps(bench: Bench, step: Callable[[], None], count: int, batches: Iterator[Any] | None) -> float:
-    """Seconds a step, with a batch before each if there are batches."""
-    bench.sync()
-    begun = time.perf_counter()
-    for _ in range(count):
-        if batches is not None:
-            batch = next(batches)
-            batch["loss_mask"][0, 0]  # the script touches it, and waits for nothing
-        step()
-    bench.sync()
-    return (time.perf_counter() - begun) / count
-
-
 def _compare(bench: Bench, name: str, step: Callable[[], None], batch_bytes: float) -> None:
     """A step alone and with the loader, in turns, so that clocks and neighbours meet both alike."""
     for _ in range(5):
         step()
-    single = _steps(bench, step, 10, None)
+    single = bench.steps(step, 10, None)
     count = max(10, int(bench.seconds / single))
     alone, fed, pauses = [], [], []
     with bench.loader(bench.tokens_of(batch_bytes)) as loader:
         batches = bench.endless(loader)
-        _steps(bench, step, 10, batches)
+        bench.use_every_slot(loader, batches)
+        bench.steps(step, 10, batches)
         for _ in range(bench.rounds):
-            alone.append(_steps(bench, step, count, None))
+            alone.append(bench.steps(step, count, None))
             before, at = loader.stats(), time.perf_counter()
-            fed.append(_steps(bench, step, count, batches))
+            fed.append(bench.steps(step, count, batches))
             after, spent = loader.stats(), time.perf_counter() - at
             pauses.append((after["data_wait_seconds"] - before["data_wait_seconds"]) / spent)
             bench.results[f"{name}_inside_next_share"] = pauses
@@ -215,6 +227,7 @@ def _compare(bench: Bench, name: str, step: Callable[[], None], batch_bytes: flo
             "slowdown": statistics.median(f / a for f, a in zip(fed, alone, strict=True)),
             "gb_s": batch_bytes / statistics.median(fed) / 1e9,
             "inside_next_share": statistics.median(pauses),
+            "inside_next_ms": statistics.median(pauses) * statistics.median(fed) * 1e3,
             "waiting_for_data_share": waits,
         },
     )
@@ -226,52 +239,46 @@ def _waits(
     """Share of the time that next() waited for a batch that was not there yet."""
     client = loader._connection.client  # type: ignore[union-attr]
     before, at = client.stats()["wait_seconds"], time.perf_counter()
-    _steps(bench, step, count, batches)
+    bench.steps(step, count, batches)
     return (client.stats()["wait_seconds"] - before) / (time.perf_counter() - at)
 
 
 def launch(bench: Bench) -> None:
     """600 small kernels: the step is as fast as Python launches them."""
+    step = launching_step(bench)
+    _compare(bench, "launch", step, _LAUNCH_RATE * _LAUNCH_STEP if bench.cuda else bench.sample_bytes / 4)
+
+
+def launching_step(bench: Bench) -> Callable[[], None]:
+    """600 small kernels with as much Python around them as a real model has: 14 ms in all, by trial."""
     values = torch.zeros(1024, device=bench.device)
+    loops = 0
 
     def step() -> None:
-        for _ in range(_KERNELS):
-            values.add_(1.0)
-
-    target = _padded_to(bench, step, 0.014)
-    _compare(bench, "launch", target, 2e9 * 0.014 if bench.device.type == "cuda" else bench.sample_bytes / 4)
-
-
-def _padded_to(bench: Bench, step: Callable[[], None], seconds: float) -> Callable[[], None]:
-    """The step with as much Python around its kernels as a real model has: about ``seconds`` in all."""
-    for _ in range(5):
-        step()
-    spent = _steps(bench, step, 20, None)
-    if bench.device.type != "cuda" or spent >= seconds:
-        return step
-    begun = time.perf_counter()
-    for _ in range(1_000_000):
-        pass
-    loops = int((seconds - spent) / _KERNELS / ((time.perf_counter() - begun) / 1_000_000))
-    values = torch.zeros(1024, device=bench.device)
-
-    def padded() -> None:
         for _ in range(_KERNELS):
             values.add_(1.0)
             for _ in range(loops):
                 pass
 
-    return padded
+    bench.steps(step, 20, None)
+    bare = spent = bench.steps(step, 20, None)
+    if bench.cuda and bare < _LAUNCH_STEP:
+        loops = 100
+        for _ in range(4):  # what a loop costs depends on the clock: each trial corrects the one before
+            spent = min(bench.steps(step, 10, None) for _ in range(3))
+            loops = max(1, round(loops * (_LAUNCH_STEP - bare) / max(spent - bare, 1e-6)))
+    return step
 
 
 def compute(bench: Bench) -> None:
     """50 ms of matrix products: the GPU is busy, the host waits."""
-    size = 8192 if bench.device.type == "cuda" else 128
+    size = 8192 if bench.cuda else 128
+    # A multiple of some 1.4 ms: 50 ms are met within 2 %.
     left = torch.randn(size, size, device=bench.device, dtype=torch.bfloat16)
     out = torch.empty_like(left)
     torch.mm(left, left, out=out)
-    single = _steps(bench, lambda: torch.mm(left, left, out=out), 10, None)  # type: ignore[arg-type,return-value]
-    wanted = 0.05 if bench.device.type == "cuda" else 0.002
+    single = bench.steps(lambda: torch.mm(left, left, out=out), 10, None)  # type: ignore[arg-type]
+    wanted = 0.05 if bench.cuda else 0.002
     products = max(1, round(wanted / single))
 
     def step() -> None:
@@ -279,7 +286,7 @@ def compute(bench: Bench) -> None:
             torch.mm(left, left, out=out)
         bench.sync()  # as a loss.item() does
 
-    _compare(bench, "compute", step, 100e6 if bench.device.type == "cuda" else bench.sample_bytes / 2)
+    _compare(bench, "compute", step, 100e6 if bench.cuda else bench.sample_bytes / 2)
 
 
 def first_batch(bench: Bench) -> None:
@@ -337,11 +344,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="of each comparison")
     parser.add_argument("--only", nargs="*", default=None, help="parts to run")
     arguments = parser.parse_args()
-    parts = (first_batch, throughput, launch, compute, memory)
+    known = (first_batch, parts, throughput, launch, compute, memory, sweep)
     with tempfile.TemporaryDirectory(dir=arguments.data) as folder:
         bench = Bench(arguments, Path(folder))
-        for part in parts:
-            if arguments.only and part.__name__ not in arguments.only:
+        for part in known:
+            if part.__name__ not in arguments.only if arguments.only else part is sweep:
                 continue
             try:
                 part(bench)

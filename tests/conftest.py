@@ -30,6 +30,9 @@ _LIBRARY_THREADS = re.compile(r"(zarr_io|zarr_pool_\d+|asyncio_\d+|fsspecIO|pyte
 # Stopping it early would leave it to complain about semaphores that are collected later.
 _RESOURCE_TRACKER = "multiprocessing.resource_tracker"
 
+# CUDA's own, which it opens as it needs them and keeps as long as the process lives.
+_LIBRARY_FILES = re.compile(r"/dev/nvidia")
+
 # Names the tests must not see: our own settings and a surrounding job's ranks.
 _FOREIGN_SETTINGS = re.compile(r"(HSLOADER_.*|RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|TORCHELASTIC_.*|SLURM_.*)\Z")
 
@@ -108,7 +111,9 @@ def _descriptors() -> set[tuple[str, int]]:
     kept = getattr(tracker, "_fd", None)
     for name in os.listdir("/proc/self/fd"):
         try:
-            found.add((os.readlink(f"/proc/self/fd/{name}"), int(name)))
+            target = os.readlink(f"/proc/self/fd/{name}")
+            if not _LIBRARY_FILES.match(target):
+                found.add((target, int(name)))
         except FileNotFoundError:
             continue  # the descriptor of the listing itself
     return {entry for entry in found if entry[1] != kept and not entry[0].startswith(f"/proc/{os.getpid()}/")}
@@ -143,6 +148,19 @@ def _left(look: Callable[[], set[tuple[str, int]]], before: set[tuple[str, int]]
             return [f"{name} ({number})" if number else name for name, number in sorted(left)]
         gc.collect()
         time.sleep(0.02)
+
+
+@pytest.fixture(scope="session")
+def cuda() -> None:
+    """CUDA is up: its context, pipes and event descriptors last as long as the process, and are not a test's."""
+    import torch
+
+    matrix = torch.ones(64, 64, device="cuda")
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.mm(matrix, matrix)
+        matrix.copy_(torch.empty(64, 64, pin_memory=True), non_blocking=True)
+    torch.cuda.synchronize()
 
 
 @pytest.fixture(autouse=True)

@@ -220,6 +220,7 @@ class DeviceDelivery:
             stream.relieve = self._transfers.retire
         return self._transfers
 
+            stream.receive = self._transfers.register
     def _send(self, transfers: Transfers, stream: BatchStream, fetched: Fetched) -> tuple[Parcel, BatchLayout]:
         with stage("send"):
             return self._sent(transfers, stream, fetched)

@@ -12,6 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hsloader.batches.layout import BatchLayout
 from hsloader.batches.trainer import Trainer
 from hsloader.errors import DamageError, DatasetError
@@ -76,6 +79,8 @@ class BatchStream:
         self.client = client
         self.relieve: Callable[[], None] = lambda: None
         """Lets go of slots whose batches have left; called while a free one is waited for."""
+        self.receive: Callable[[tuple[int, int], NDArray[np.uint8]], None] = lambda place, memory: None
+        """Makes a slot ready for the batch that comes into it; called before that is waited for."""
         self._dataset = dataset
         self._trainer = trainer
         self._on_bad = on_bad
@@ -187,6 +192,7 @@ class BatchStream:
 
     def _wait(self, key: int) -> Filled:
         with stage("wait"):
+            self.receive(*self.client.place(key))
             return self._waited(key)
 
     def _waited(self, key: int) -> Filled:

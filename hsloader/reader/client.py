@@ -14,6 +14,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 from hsloader.errors import FeederError, LoaderError
 from hsloader.reader.batch import BAD_BYTES, decode_bad, pack_blob
 from hsloader.reader.choices import check_budget, choose_settings, possible_options
@@ -250,6 +253,11 @@ class FeederClient:
             return True
         finally:
             self.counters[TrainerCounter.WAIT_NS] += time.monotonic_ns() - begun
+
+    def place(self, key: int) -> tuple[tuple[int, int], npt.NDArray[np.uint8]]:
+        """Where the batch asked under ``key`` lies or will lie: (ring, slot), and the memory of that slot."""
+        slot = self._keys[key]
+        return (slot.ring_number, slot.number), slot.ring.slot(slot.number)
 
     def done(self, key: int) -> None:
         """The batch is needed no more; its slot is free once no hold is left. Unknown keys are ignored."""

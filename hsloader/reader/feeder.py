@@ -18,6 +18,8 @@ from hsloader.reader.serving import serve
 
 __all__ = ["main"]
 
+_NICE = 5  # where cores are short, a thread that launches kernels gets three times what a decoder gets
+
 
 def main(parent: Parent) -> None:
     """Entry of the process; see ``launch``. Descriptors: ``ring``, and ``stderr`` where the trainer has one."""
@@ -45,6 +47,8 @@ def main(parent: Parent) -> None:
 def _be_a_feeder() -> None:
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text("hsl-feeder")  # what top and ps show
+    with contextlib.suppress(OSError):
+        os.nice(_NICE)
     with contextlib.suppress(OSError, ValueError):
         # Two or three descriptors a shard, 512 shards: more than the usual soft limit of 1,024.
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

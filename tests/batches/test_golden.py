@@ -145,6 +145,8 @@ def test_distributed_sampler_orders(name: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(
     ("name", "number"), [p for p in runs("speculators") + runs("specforge") if "missing" not in p.values[0]]

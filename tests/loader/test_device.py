@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,10 +19,16 @@ from hsloader.store.dataset import Dataset
 from tests.loader.making import PACKED, PADDED, RAW, assert_same, clone, reference
 
 
+class Mark:
+    """One record of an event."""
+
+    done = False
+
+
 class LateEvent:
-    def __init__(self) -> None:
-        self.done = False
-        self.recorded = False
+    """Recorded again, it has a new mark; who waits for the old one goes on waiting for that, as in CUDA."""
+
+    mark: Mark | None = None
 
 
 class LateStream:
@@ -35,7 +42,7 @@ class LateStream:
         if not self.queue:
             return False
         kind, what = self.queue[0]
-        if kind == "wait" and what.recorded and not what.done:
+        if kind == "wait" and what is not None and not what.done:
             return False
         self.queue.pop(0)
         if kind == "run":
@@ -77,11 +84,11 @@ class LateDriver:
         return LateEvent()
 
     def record(self, event: LateEvent, stream: LateStream) -> None:
-        event.done, event.recorded = False, True
-        stream.queue.append(("record", event))
+        event.mark = Mark()
+        stream.queue.append(("record", event.mark))
 
     def wait(self, stream: LateStream, event: LateEvent) -> None:
-        stream.queue.append(("wait", event))
+        stream.queue.append(("wait", event.mark))
 
     def run(self, stream: LateStream, work: Callable[[], None]) -> None:
         stream.queue.append(("run", work))
@@ -90,10 +97,10 @@ class LateDriver:
         assert not self.capturing, "CUDA forbids this during capture"
         if self.moves:
             self.progress()
-        return event.done
+        return event.mark is not None and event.mark.done
 
     def synchronize(self, event: LateEvent) -> None:
-        while not event.done:
+        while not self.completed(event):
             assert self.progress(), "a deadlock"
 
     def milliseconds(self, first: LateEvent, last: LateEvent) -> float:
@@ -190,9 +197,11 @@ def test_one_batch_ahead_and_slots_come_back(dataset: Dataset, driver: LateDrive
 def test_a_batch_that_is_dropped_unseen_keeps_its_slot(dataset: Dataset, driver: LateDriver) -> None:
     with DataLoader(dataset, device="cuda", **PACKED) as loader:
         for _ in loader:
+        client = loader._connection.client  # type: ignore[union-attr]
+        while client.stats()["batches_filled"] < client.slots:
+            time.sleep(0.001)
             break  # one more is under way
         gc.collect()
-        client = loader._connection.client  # type: ignore[union-attr]
         assert client.held == 2
         driver.moves = True
         for _ in range(4):

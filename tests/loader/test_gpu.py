@@ -17,6 +17,7 @@ from tests.loader.making import PACKED, PADDED, RAW, assert_same, clone, write
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("cuda"),
     pytest.mark.filterwarnings("default"),
 ]
 
@@ -31,7 +32,6 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _settled() -> Iterator[None]:
-    torch.zeros(1, device="cuda")  # the context, its threads and descriptors are not a test's
     yield
     torch.cuda.synchronize()
 
