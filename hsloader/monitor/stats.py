@@ -39,15 +39,17 @@ from hsloader.monitor.header import Snapshot
 __all__ = ["Interval", "data_wait_ns", "flat_stats"]
 
 
-def data_wait_ns(snapshot: Snapshot) -> int:
+def data_wait_ns(snapshot: Snapshot, like: Snapshot | None = None) -> int:
     """Nanoseconds spent inside ``next()``, the running one included.
 
     A user of the reader without a loader counts no ``next()``; then it is the time inside the client's ``wait()``.
+    ``like`` is the snapshot that decides which of the two is counted, so that a difference is one of like times.
     """
-    total, since = snapshot[TrainerCounter.NEXT_NS], snapshot[TrainerCounter.NEXT_SINCE]
-    if not total and not since:
-        total, since = snapshot[TrainerCounter.WAIT_NS], snapshot[TrainerCounter.WAITING_SINCE]
-    return total + (max(0, snapshot.at - since) if since else 0)
+    deciding = like or snapshot
+    total, since = TrainerCounter.NEXT_NS, TrainerCounter.NEXT_SINCE
+    if not deciding[total] and not deciding[since]:
+        total, since = TrainerCounter.WAIT_NS, TrainerCounter.WAITING_SINCE
+    return snapshot[total] + (max(0, snapshot.at - snapshot[since]) if snapshot[since] else 0)
 
 
 class Interval:
@@ -75,7 +77,7 @@ class Interval:
     @property
     def data_wait(self) -> float:
         """Share of the time that the training loop spent inside ``next()``."""
-        spent = data_wait_ns(self.after) - data_wait_ns(self.before)
+        spent = data_wait_ns(self.after) - data_wait_ns(self.before, like=self.after)
         return min(1.0, max(0.0, spent / 1e9 / self.seconds))
 
     @property

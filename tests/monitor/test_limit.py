@@ -157,6 +157,10 @@ def test_statistics_over_a_window_and_since_the_start() -> None:
     assert found["data_wait_share"] == 0.1
     assert found["eta_seconds"] == 30
     assert set(flat_stats(after)) == set(found)
+    # The first next() of a loader: what the client had waited before is no part of it.
+    waited = snapshot(0, {TrainerCounter.WAIT_NS: 5 * _S})
+    first = snapshot(10, {TrainerCounter.WAIT_NS: 5 * _S, TrainerCounter.NEXT_NS: 2 * _S})
+    assert flat_stats(first, waited)["data_wait_share"] == 0.2
     # Every name is documented.
     from hsloader.monitor import stats
 
