@@ -218,9 +218,9 @@ class DeviceDelivery:
 
             self._transfers = Transfers(self._make_driver(), self._plans, self._noise, moved)
             stream.relieve = self._transfers.retire
+            stream.receive = self._transfers.register
         return self._transfers
 
-            stream.receive = self._transfers.register
     def _send(self, transfers: Transfers, stream: BatchStream, fetched: Fetched) -> tuple[Parcel, BatchLayout]:
         with stage("send"):
             return self._sent(transfers, stream, fetched)
