@@ -7,14 +7,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypedDict
 
+import torch
+
 from hsloader.batches.noise import GaussianNoise, UniformNoise
 from hsloader.batches.orders import ORDER_NAMES
 from hsloader.batches.registry import TRAINER_NAMES
 from hsloader.batches.trainer import SequenceParallel
+from hsloader.errors import LoaderError
+from hsloader.monitor.words import plural
 from hsloader.order.splits import OWN_SPLITS
 from hsloader.reader.options import ReadOptions
 
-__all__ = ["LoaderOptions", "LoaderSettings"]
+__all__ = ["LoaderOptions", "LoaderSettings", "demand_device"]
 
 _ELSEWHERE = {
     "num_workers": "one process reads ahead by itself; its threads are read=hsloader.ReadOptions(threads=...)",
@@ -28,6 +32,15 @@ _ELSEWHERE = {
     "total_seq_len": "say max_tokens=",
     "dtype": "say hidden_states_dtype=",
 }
+
+
+def demand_device(device: torch.device) -> None:
+    """``LoaderError`` if torch has no such CUDA device, before anything is read.  Makes no CUDA context."""
+    there = torch.cuda.device_count()
+    if not there:
+        raise LoaderError(f"device={str(device)!r}: torch sees no CUDA device; use device='cpu'")
+    if (device.index or 0) >= there:
+        raise LoaderError(f"device={str(device)!r}: torch sees {plural(there, 'CUDA device')}, counted from 0")
 
 
 class LoaderOptions(TypedDict, total=False):
@@ -165,7 +178,18 @@ class LoaderSettings:
             raise ValueError(f"metrics_port={port!r}: expected a TCP port, or 0 for none")
         if not (self.stall_after > 0 and self.log_every >= 0):
             raise ValueError(f"stall_after={self.stall_after}, log_every={self.log_every}: expected seconds above 0")
+        self._refuse_other_devices()
         self._refuse_contradictions()
+
+    def _refuse_other_devices(self) -> None:
+        try:
+            device = torch.device(self.device)
+        except (RuntimeError, TypeError):
+            device = None
+        if device is None or device.type not in ("cpu", "cuda"):
+            raise ValueError(f"device={self.device!r}: expected 'cpu', 'cuda' or one CUDA device such as 'cuda:1'")
+        if device.type == "cuda" and not self.pin_memory:
+            demand_device(device)
 
     def _refuse_contradictions(self) -> None:
         if self.collate is not None and self.trainer != "raw":

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import hsloader.loading.delivery as delivery_module
+import hsloader.loading.settings as settings_module
 from hsloader import DataLoader, UniformNoise
 from hsloader.errors import LoaderError
 from hsloader.store.dataset import Dataset
@@ -133,6 +134,7 @@ class LateDriver:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateDriver]:
     driver = LateDriver()
     monkeypatch.setattr(delivery_module, "CudaDriver", lambda device: driver)
+    monkeypatch.setattr(settings_module, "demand_device", lambda device: None)
     yield driver
     assert not driver.registered, "the ring was unmapped before it was unregistered"
 
@@ -196,10 +198,10 @@ def test_one_batch_ahead_and_slots_come_back(dataset: Dataset, driver: LateDrive
 
 def test_a_batch_that_is_dropped_unseen_keeps_its_slot(dataset: Dataset, driver: LateDriver) -> None:
     with DataLoader(dataset, device="cuda", **PACKED) as loader:
-        for _ in loader:
         client = loader._connection.client  # type: ignore[union-attr]
         while client.stats()["batches_filled"] < client.slots:
             time.sleep(0.001)
+        for _ in loader:
             break  # one more is under way
         gc.collect()
         assert client.held == 2

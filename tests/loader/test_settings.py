@@ -6,8 +6,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from hsloader import DataLoader, HiddenStateDataset
+from hsloader import DataLoader, HiddenStateDataset, LoaderError
+
+
+@pytest.mark.parametrize("device", ["gpu", "meta", 1.5, None])
+def test_a_device_that_is_none_is_refused(path: Path, device: Any) -> None:
+    with pytest.raises(ValueError, match=r"device=.*expected 'cpu', 'cuda'"):
+        DataLoader(path, trainer="raw", device=device)
+
+
+def test_a_device_that_is_not_there_is_refused_at_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(LoaderError, match="torch sees no CUDA device; use device='cpu'"):
+        DataLoader(path, trainer="raw", device="cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(LoaderError, match="torch sees 2 CUDA devices, counted from 0"):
+        DataLoader(path, trainer="raw", device="cuda:2")
 
 
 @pytest.mark.parametrize("make", [DataLoader, HiddenStateDataset])
