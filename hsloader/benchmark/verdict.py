@@ -16,7 +16,7 @@ _MARGIN = 1.25  # decoding this much faster than training needs leaves room for 
 _ALIKE = 0.95  # rates this close are the same
 _SHORTFALL = 0.8  # a pipeline below this share of its limit is worth a word
 _HICCUP_SECONDS = 0.5  # of data that the ring should hold, for a disk that pauses
-_DEFAULT_READERS = {"mmap": 4, "pread": 8, "direct": 8}
+_DEFAULT_READERS = {"mmap": 8, "pread": 8, "direct": 8}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,7 +187,7 @@ def _readers(measurements: Sequence[Measurement], mode: str) -> int | None:
         if m.part == "disk" and m.settings.get("way") == way and m.state == "cold" and not m.from_memory:
             depth = int(m.settings["depth"])
             depths[depth] = max(depths.get(depth, 0.0), m.rate)
-    usual = _DEFAULT_READERS.get(mode, 4)
+    usual = _DEFAULT_READERS.get(mode, 8)
     if not depths:
         return None
     best = min(depth for depth, rate in depths.items() if rate >= _ALIKE * max(depths.values()))
