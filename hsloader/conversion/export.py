@@ -67,7 +67,10 @@ def export(
     with open_dataset(dst) as dataset:
         chosen = _layout(dataset, layout)
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise ConversionError(f"{target}: expected an empty folder or nothing; choose another one for the export")
+            raise ConversionError(
+                f"{target}: expected an empty folder or nothing, found files; choose another one for the export, or "
+                "delete this one if it is what an export that failed has left"
+            )
         total = int(dataset.lengths.sum()) * source_row_bytes(dataset.fields.values())
         demand_space(total, target, can_delete=False)
         target.mkdir(parents=True, exist_ok=True)

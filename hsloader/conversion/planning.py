@@ -22,7 +22,8 @@ from hsloader.formats.source import Hints, Identity
 from hsloader.formats.survey import Survey, survey
 from hsloader.store.fields import Field
 from hsloader.store.layout import RowLayout, choose_layout
-from hsloader.store.manifest import Provenance
+from hsloader.store.manifest import MANIFEST_NAME, Provenance
+from hsloader.store.publish import Root
 
 __all__ = ["Made", "hints_of", "layout_of", "make_plan", "nothing_to_convert"]
 
@@ -119,6 +120,11 @@ def make_plan(
 
 def nothing_to_convert(src: str, bad: Sequence[Quarantined], sidecars: Sequence[Skipped]) -> ConversionError:
     """The refusal of a source without a sample, with what was looked at instead."""
+    if (Path(src) / MANIFEST_NAME).is_file() and Root(src).private.is_dir():
+        return ConversionError(
+            f"{src}: expected producers' files, found a dataset that is converted already; `hsloader info` describes "
+            "it, `hsloader export` writes producers' files from it"
+        )
     lines = [f"{src}: no samples found, so nothing was written", *_bad_lines(bad)]
     if sidecars:
         lines.append(f"set aside ({len(sidecars):,}):")

@@ -296,6 +296,14 @@ def test_refused_places(tmp_path: Path) -> None:
     assert os.listdir(src) == ["data_0.pt"]
 
 
+def test_a_dataset_is_no_source(tmp_path: Path) -> None:
+    fill(tmp_path / "src", 1)
+    convert(tmp_path / "src", tmp_path / "dst")
+    with pytest.raises(ConversionError, match="a dataset that is converted already"):
+        convert(tmp_path / "dst", tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
 def test_one_file_is_a_source_too(tmp_path: Path) -> None:
     fill(tmp_path / "src", 2)
     report = convert(tmp_path / "src" / "data_1.pt", tmp_path / "dst")
