@@ -123,7 +123,7 @@ def test_a_segment_that_is_not_there_cannot_be_listed(tmp_path: Path) -> None:
         (FIELDS[:3], PROVENANCE, "field loss_mask: the dataset has uint8"),
         ((*FIELDS[:3], FIELDS[2].__class__(name="loss_mask", dtype="bool")), PROVENANCE, "appended has bool"),
         (FIELDS, Provenance(norm_state="post"), "the dataset has pre, what is appended has post"),
-        (FIELDS, Provenance(), "allow unknown"),
+        (FIELDS, Provenance(), "allow_unknown=True"),
         (FIELDS, Provenance(norm_state="pre", layer_ids=(1,)), "layer ids"),
     ],
 )
