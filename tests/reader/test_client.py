@@ -162,6 +162,8 @@ class _InterruptedError(Exception):
     pass
 
 
+# An interrupt that lands in a finalizer, of whatever object, is swallowed by Python and told as unraisable.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_interrupts_anywhere(usual: Dataset) -> None:
     """Every call may be cut short at any bytecode; the calls made again give the same batches."""
     rng = np.random.default_rng(10)
