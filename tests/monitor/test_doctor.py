@@ -132,7 +132,10 @@ def test_one_file_read_again_and_again(tmp_path: Path) -> None:
         with open("all.pt", "rb") as file: file.read()
     """
     with script(tmp_path, body) as process:
-        found = _examine(process.pid, 2.0)
+        for _ in range(3):  # each look is a sample: one may meet the process between two files
+            found = _examine(process.pid, 2.0)
+            if found.verdict.kind is Kind.SAME_FILE:
+                break
     assert found.verdict.kind is Kind.SAME_FILE
     assert str(tmp_path / "all.pt") in found.verdict.sentence
 
