@@ -11,6 +11,7 @@ import gc
 import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -49,6 +50,8 @@ def pytest_configure(config: pytest.Config) -> None:
     _temporary = tempfile.mkdtemp(prefix="hsloader-tests-")
     os.environ["TMPDIR"] = _temporary
     tempfile.tempdir = None
+    # A shell starts what it runs in the background with SIGINT ignored, and children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.addaudithook(_no_network)
     _quiet_hypothesis()
 
