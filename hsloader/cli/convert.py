@@ -230,7 +230,7 @@ def _sizes(plan: PlanSummary) -> list[tuple[str, str]]:
         ("size now", f"{output.bytes_text(plan.source_bytes)} in {output.count(plan.files, 'file')}"),
         ("size then", f"about {output.bytes_text(plan.predicted_bytes)} ({ratio})"),
         ("disk space", f"needs {output.bytes_text(plan.space_needed)}, {output.bytes_text(plan.space_free)} free"),
-        ("time", "" if plan.seconds is None else f"about {output.duration_text(plan.seconds)} with {resources}"),
+        ("time", "" if plan.seconds is None else f"{output.duration_text(plan.seconds)} or more, with {resources}"),
     ]
 
 

@@ -135,6 +135,7 @@ class _Conversion:
             found, comparison = self._look(state)
             made = self._plan(state, comparison.fresh_part(found), comparison)
             comparison.demand_unchanged()
+            state.forget_quarantined(comparison.is_gone)
             self._notes.extend(comparison.note())
             fresh = made.plan if made is not None else None
             if fresh is not None:
@@ -296,9 +297,9 @@ class _Conversion:
             seconds=time.monotonic() - self._began,
         )
 
-    def _scratch(self) -> str | None:
-        """Where the plan may inflate gzip files: beside the destination, if that is there already."""
-        return os.fspath(self._root.scratch) if self._root.scratch.is_dir() else None
+    def _scratch(self) -> str:
+        """Where the plan may inflate gzip files (into files without a name): beside the destination."""
+        return os.fspath(existing_parent(self._root.scratch))
 
     def _may_delete(self) -> bool:
         return not self._settings.delete_source and same_file_system(Path(self._source), self._root.path)

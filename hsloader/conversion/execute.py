@@ -26,7 +26,7 @@ from hsloader.conversion.settings import ConvertSettings
 from hsloader.conversion.space import bytes_text, free_bytes
 from hsloader.conversion.state import State, quarantined_in
 from hsloader.conversion.task import SegmentResult, SegmentTask, TaskProgress, convert_segment
-from hsloader.errors import ConversionError
+from hsloader.errors import ConversionError, DamageError
 from hsloader.store.manifest import SegmentEntry
 from hsloader.store.publish import Root, TemporaryDirectory
 from hsloader.store.stored_segment import Segment
@@ -150,18 +150,24 @@ class Execution:
 
     def _reuse(self, work: _Work) -> bool:
         """Take over the segment if an interrupted run has placed it, proved as this run would prove it."""
-        placed = self._root.placed(work.segment.number)
+        number = work.segment.number
+        try:
+            placed = self._root.placed(number)
+        except DamageError:
+            placed = None
         if placed is None:
+            if os.path.lexists(self._root.segment_path(number)):  # damaged since it was put there: made again
+                self._root.discard(number)
             return False
         entry, meta = placed
-        settled = self._state.settled.get(work.segment.number)
+        settled = self._state.settled.get(number)
         ours = (
             (meta.source or {}).items() >= _mark(work.segment).items()
             and settled is not None
             and settled.digest == entry.digest
         )
         if not ours or (self._settings.read_back and not (settled is not None and settled.read_back)):
-            self._root.discard(work.segment.number)
+            self._root.discard(number)
             return False
         work.entry, work.finished = entry, True
         self._reused += work.payload

@@ -24,6 +24,8 @@ Bits = np.ndarray[Any, Any]
 
 __all__ = ["ExportReport", "export"]
 
+_WITHOUT_EXTRAS = "speculators-arrow"  # the layout that has no place for values of a sample
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportReport:
@@ -60,7 +62,8 @@ def export(
     States that the codec fp8 rounded are written in the source's dtype, with the values that a loader restores.
     Rows that were trimmed and fields that were left out by the conversion are not in the dataset and do not come back.
     ``progress`` is told the raw bytes.  Raises ``ValueError`` for a layout that cannot be written or cannot hold what
-    the dataset has, ``ConversionError`` if ``out`` is not empty or too small, ``DamageError`` for damaged samples.
+    the dataset has, ``ConversionError`` if ``out`` is not empty, too small or inside the dataset, ``DamageError`` for
+    damaged samples.
     """
     began = time.monotonic()
     target = Path(os.path.abspath(os.fspath(out)))
@@ -71,17 +74,21 @@ def export(
                 f"{target}: expected an empty folder or nothing, found files; choose another one for the export, or "
                 "delete this one if it is what an export that failed has left"
             )
+        if Path(os.path.realpath(dataset.path)) in Path(os.path.realpath(target)).parents:
+            raise ConversionError(f"{target}: this lies inside the dataset {dataset.path}; choose a folder beside it")
         total = int(dataset.lengths.sum()) * source_row_bytes(dataset.fields.values())
         demand_space(total, target, can_delete=False)
         target.mkdir(parents=True, exist_ok=True)
-        done = 0
+        done = lost = 0
         renamed: dict[str, str] = {}
         with sample_writer(chosen, target) as writer:
             for i in range(len(dataset)):
                 name = dataset.name(i)
                 fields = _fields_of(dataset, i)
                 values, fields = _restored({field: dataset.read(i, field) for field in fields}, fields)
-                written = writer.write(name, values, fields, dataset.extras(i))
+                extras = dataset.extras(i)
+                lost += bool(extras) and chosen == _WITHOUT_EXTRAS
+                written = writer.write(name, values, fields, extras)
                 if written != name:
                     renamed[name] = written
                 done += sum(bits.nbytes for bits in values.values())
@@ -96,7 +103,7 @@ def export(
             raw_bytes=done,
             seconds=time.monotonic() - began,
             renamed=renamed,
-            notes=_notes(dataset, layout_named(chosen)),
+            notes=_notes(dataset, layout_named(chosen), lost),
         )
 
 
@@ -123,8 +130,13 @@ def _restored(values: Mapping[str, Bits], fields: Mapping[str, Field]) -> tuple[
     return found, kept
 
 
-def _notes(dataset: Dataset, layout: Layout) -> tuple[str, ...]:
+def _notes(dataset: Dataset, layout: Layout, lost: int) -> tuple[str, ...]:
+    """What is not as the sources had it; ``lost`` samples had extras that were not written."""
     notes = []
+    if lost:
+        notes.append(f"the extras of {lost:,} samples have no place in this layout: they are not written")
+    if layout.name == _WITHOUT_EXTRAS and "loss_mask" not in dataset.fields:
+        notes.append("the dataset has no loss_mask, which this layout needs: every token is written as supervised")
     if rounded := [field.name for field in dataset.fields.values() if is_encoded(field)]:
         notes.append(f"{', '.join(rounded)}: rounded to fp8 by the conversion; written are the restored values")
     words = {"pre": "before the final norm", "post": "after the final norm"}

@@ -61,8 +61,8 @@ def finish(root: Root, journal: Journal, state: State, worked: Sequence[Plan], n
     quarantined = _in_order(state)
     if nothing:
         journal.discard()
-        if new:  # the folder itself stays: it may have been there
-            for path in root.path.iterdir():
+        if new:  # the folder itself stays: it may have been there, and others may have put something into it
+            for path in (root.private, root.path / "segments"):
                 shutil.rmtree(path, ignore_errors=True)
         raise nothing_to_convert(worked[-1].source if worked else str(root.path), quarantined, [])
     state.manifest = root.pack()

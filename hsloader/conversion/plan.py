@@ -139,8 +139,8 @@ class Plan:
             )
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ConversionError(
-                f"{path}: the journal's plan cannot be read: {error}; run again with replan to keep the segments that "
-                "are listed and to plan the rest anew"
+                f"{path}: the journal's plan cannot be read: {error}; put the file back as it was, or convert to "
+                "another destination (what is listed here can still be read)"
             ) from error
 
 

@@ -17,6 +17,8 @@ from hsloader.formats.source import Identity
 
 __all__ = ["SourceRemover"]
 
+_CHANGED = "it changed since it was read"
+
 
 class SourceRemover:
     """Removes the source files of one plan as its segments become listed."""
@@ -39,7 +41,8 @@ class SourceRemover:
     @property
     def deleted(self) -> Deleted:
         """What was removed so far, and what stays."""
-        kept = tuple(Skipped(name, why) for name, why in sorted(self._kept.items()))
+        there = (item for item in sorted(self._kept.items()) if os.path.lexists(os.path.join(self._root, item[0])))
+        kept = tuple(Skipped(name, why) for name, why in there)
         return Deleted(self._removed, self._bytes, kept)
 
     def listed(self, segment: PlannedSegment, quarantined: Iterable[str], proved: bool) -> None:
@@ -77,12 +80,50 @@ class SourceRemover:
             self._keep(name, f"it cannot be looked at: {error.strerror}")
             return
         if found != self._files[name]:
-            self._keep(name, "it changed since it was read")
+            self._keep(name, _CHANGED)
             return
         try:
-            os.unlink(path)  # noqa: PTH108 - names may hold what Path would normalise
+            left = _unlink_if(path, found)
+        except FileNotFoundError:
+            return
         except OSError as error:
             self._keep(name, f"it cannot be removed: {error.strerror}")
             return
+        if left is not None:
+            self._keep(name, left)
+            return
         self._removed += 1
         self._bytes += found.size
+
+
+def _unlink_if(path: str, expected: Identity) -> str | None:
+    """Remove the file unless another one is there by now; then that one stays, and the reason is returned.
+
+    A producer may put another file of this name there between a look and an unlink.  So the file first gets a name that
+    nobody else knows, and is looked at under that.
+    """
+    hidden = os.path.join(os.path.split(path)[0], f".hsloader-delete-{os.urandom(8).hex()}")
+    os.rename(path, hidden)  # noqa: PTH104 - names may hold what Path would normalise
+    try:
+        if Identity.of(os.lstat(hidden)) == expected:
+            os.unlink(hidden)  # noqa: PTH108
+            return None
+    except OSError:
+        _put_back(hidden, path)
+        raise
+    if _put_back(hidden, path):
+        return _CHANGED
+    return f"{_CHANGED}, twice while it was to be removed; what was there in between is now {hidden}"
+
+
+def _put_back(hidden: str, path: str) -> bool:
+    """Give a file its name again, unless that is taken by now."""
+    try:
+        os.link(hidden, path, follow_symlinks=False)  # unlike a rename, it replaces nothing
+    except OSError:
+        if os.path.lexists(path):
+            return False
+        os.rename(hidden, path)  # noqa: PTH104 - a file system without hard links
+        return True
+    os.unlink(hidden)  # noqa: PTH108
+    return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -65,7 +66,7 @@ class ConvertSettings:
             raise ValueError(f"delete_source is {self.delete_source!r}; expected False, True or 'lossy'")
         if self.delete_source and not self.read_back:
             raise ValueError("delete_source needs read_back: nothing is removed that was not read back equal")
-        if self.lossy and self.delete_source is True:
+        if self.lossy and self.delete_source and self.delete_source != "lossy":  # 1 is True, too
             what = (
                 "codec fp8 rounds the states" if self.codec == "fp8" else "trim_padding leaves rows of the source out"
             )
@@ -76,12 +77,14 @@ class ConvertSettings:
 
     @classmethod
     def of(cls, *, layer_ids: Sequence[int] | None = None, notes: Sequence[str] = (), **rest: Any) -> ConvertSettings:
-        """The settings with sequences as tuples; ``TypeError`` names an unknown setting."""
+        """The settings with sequences as tuples; ``TypeError`` for an unknown setting, layers that are no integers."""
         known = {field.name for field in fields(cls)}
         unknown = sorted(set(rest) - known)
         if unknown:
             raise TypeError(f"unknown setting {', '.join(unknown)}; there are {', '.join(sorted(known))}")
-        ids = None if layer_ids is None else tuple(int(i) for i in layer_ids)
+        if isinstance(notes, str):
+            raise TypeError(f"notes is {notes!r}; expected a list of texts")
+        ids = None if layer_ids is None else tuple(operator.index(i) for i in layer_ids)
         return cls(layer_ids=ids, notes=tuple(notes), **rest)
 
     @property

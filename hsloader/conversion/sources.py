@@ -15,6 +15,7 @@ from hsloader.formats.source import Identity
 __all__ = ["SourceComparison", "source_identity"]
 
 _SHOWN = 8
+_MISSING = Identity(0, 0, 0)
 
 
 def source_identity(path: str | os.PathLike[str]) -> Identity:
@@ -22,14 +23,15 @@ def source_identity(path: str | os.PathLike[str]) -> Identity:
     try:
         return Identity.of(Path(path).stat())
     except OSError:
-        return Identity(0, 0, 0)
+        return _MISSING
 
 
 class SourceComparison:
     """The files of one source against every plan that a destination has of it.
 
     A file is *fresh* if no plan knows it, or if it was quarantined and has changed since.  One whose samples are not
-    listed yet must be as it was planned, and so must a converted one, unless ``keep_changed``.
+    listed yet must be as it was planned, and so must a converted one, unless ``keep_changed``; a converted one may also
+    be gone.
     """
 
     def __init__(self, state: State, source: str, keep_changed: bool) -> None:
@@ -37,6 +39,7 @@ class SourceComparison:
         self._known: dict[str, Identity] = {}
         self._pending: set[str] = set()
         self._kept: set[str] = set()
+        self._planned: set[str] = set()  # samples and what was refused
         self._seen: set[str] = set()
         self._changed: dict[str, str] = {}
         self.old: set[str] = set()  # converted files that changed since, which the dataset keeps as they were
@@ -44,6 +47,8 @@ class SourceComparison:
             if plan.source != source:
                 continue
             self._known.update(plan.files)
+            self._planned.update(item.name for item in plan.all_refused)
+            self._planned.update(sample.name for segment in plan.segments for sample in segment.samples)
             for segment in plan.segments:
                 done = state.done(segment.number)
                 for sample in segment.samples:
@@ -60,6 +65,8 @@ class SourceComparison:
             return True
         if now == planned:
             return False
+        if now == _MISSING and name in self._kept and name not in self._pending:
+            return False  # gone, like a source that was deleted: its samples are listed
         if name in self._pending or (name in self._kept and not self._keep_changed):
             self._changed[name] = f"planned were {_text(planned)}, now it has {_text(now)}"
             return False
@@ -95,6 +102,13 @@ class SourceComparison:
             "Put them back as they were, convert to another destination, or say --replan (in Python replan=True): it "
             "keeps every segment that is listed (whatever happened to its sources since) and plans the rest anew"
         )
+
+    def is_gone(self, name: str) -> bool:
+        """Whether a sample of an earlier plan lies in a file that is not there any more, or is no sample's file now.
+
+        To be called when every file that there is was asked about.
+        """
+        return name in self._planned and self._seen.isdisjoint((name, name.rpartition("#")[0]))
 
     def note(self) -> Sequence[str]:
         """A line for the report if converted files changed."""

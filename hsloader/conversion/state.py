@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from hsloader.conversion.journal import Journal, Settled
@@ -84,22 +84,28 @@ class State:
                 self.converted.add(sample.name)
                 self.quarantined.pop(sample.name, None)
 
+    def forget_quarantined(self, is_gone: Callable[[str], bool]) -> None:
+        """What was quarantined, and was then taken out of the source, is nothing that a run leaves out any more."""
+        for name in [name for name in self.quarantined if is_gone(name)]:
+            del self.quarantined[name]
+
     def forget_pending(self) -> None:
         """For ``replan``: only what is listed stays planned, and what was quarantined is looked at again."""
+        self.plans = [self._listed_part(plan) for plan in self.plans]
         self.quarantined = {}
-        self.plans = [
-            replace(
-                plan,
-                segments=tuple(s for s in plan.segments if s.number in self.listed),
-                files={name: plan.files[name] for name in self._kept_files(plan)},
-                refused=(),
-            )
-            for plan in self.plans
-        ]
 
-    def _kept_files(self, plan: Plan) -> set[str]:
-        listed = (sample for s in plan.segments if s.number in self.listed for sample in s.samples)
-        return {file_of(sample) for sample in listed if sample.name in self.converted}
+    def _listed_part(self, plan: Plan) -> Plan:
+        """What of a plan is in the dataset; the samples that its segments left out count as refused."""
+        segments = []
+        for segment in plan.segments:
+            if segment.number not in self.listed:
+                continue
+            bad = [self.quarantined[s.name] for s in segment.samples if s.name not in self.converted]
+            samples = tuple(s for s in segment.samples if s.name in self.converted)
+            segments.append(replace(segment, samples=samples, refused=(*segment.refused, *bad)))
+        files = {file_of(sample) for segment in segments for sample in segment.samples}
+        kept = {name: identity for name, identity in plan.files.items() if name in files}
+        return replace(plan, segments=tuple(segments), files=kept, refused=())
 
 
 def quarantined_in(segment: Segment) -> list[Quarantined]:

@@ -108,7 +108,9 @@ def _sizes(pending: Sequence[tuple[Plan, PlannedSegment]], probe: Probe) -> list
         for sample in segment.samples:
             key = plan.root, file_of(sample)
             last[key] = i
-            size_of[key] = sample.identity.size
+            if sample.left_out:
+                size_of[key] = 0  # such a file stays
+            size_of.setdefault(key, sample.identity.size)
     freed: Counter[int] = Counter()
     for key, i in last.items():
         freed[i] += size_of[key]

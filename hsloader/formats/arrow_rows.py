@@ -34,13 +34,16 @@ Place = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class ArrowRow:
-    """One row: its number, where it lies, its ids, its mask as a tensor (``None`` without one), columns left out."""
+    """One row: its number, where it lies, its ids, its mask as a tensor (``None`` without one).
+
+    ``notes`` name the columns that are not read; they stay where they are, whatever becomes of the states' file.
+    """
 
     number: int
     place: Place
     ids: npt.NDArray[Any]
     mask: Tensor | None
-    left_out: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
 
     @property
     def length(self) -> int:
@@ -174,8 +177,8 @@ def _row(batch: Any, number: int, place: Place, path: str) -> ArrowRow:
         values = _values(batch, "loss_mask", place[2], path)
         block = Block("arrow column loss_mask", values.nbytes, offset=0, data=values.tobytes())
         mask = Tensor(values.dtype.name, (len(values),), (1,), 0, block)
-    left_out = tuple((n, "a column of the arrow dataset that is not per token") for n in names if n not in _KNOWN)
-    return ArrowRow(number, place, ids, mask, left_out)
+    notes = tuple(f"column {n[:60]} of the arrow dataset is not converted" for n in names if n not in _KNOWN)
+    return ArrowRow(number, place, ids, mask, notes)
 
 
 def _values(batch: Any, column: str, row: int, path: str) -> npt.NDArray[Any]:

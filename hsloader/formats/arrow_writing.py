@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from hsloader.formats.arrow_rows import load_pyarrow
 from hsloader.formats.casting import exact_cast
-from hsloader.formats.writing import publish, safetensors_bytes
+from hsloader.formats.writing import USUAL_FIELDS, checked_state, publish, safetensors_bytes
 from hsloader.store.fields import Field
 
 __all__ = ["ArrowFolderWriter"]
@@ -48,15 +48,15 @@ class ArrowFolderWriter:
         self, name: str, values: Mapping[str, Array], fields: Mapping[str, Field], extras: Mapping[str, object]
     ) -> str:
         """Write one sample's states; ids and mask are kept for the arrow dataset. ``extras`` have no place in it."""
-        if "last_hidden_state" not in values:
-            raise ValueError("speculators' files end with the last hidden state, which the dataset does not have")
-        last = values["last_hidden_state"][:, None]
-        states = np.concatenate([values["hidden_states"], last], axis=1) if "hidden_states" in values else last
-        ids = exact_cast(values["input_ids"], fields["input_ids"].dtype, "int64", "input_ids")
+        states = _states(values, fields)
+        ids = checked_state(values, "input_ids", "[tokens]", 1)
+        ids = exact_cast(ids, fields["input_ids"].dtype, "int64", "input_ids")
         tensors = {"hidden_states": (fields["last_hidden_state"].dtype, states), "token_ids": ("int64", ids)}
         if "hidden_states_scale" in values:
             scales = values["hidden_states_scale"].reshape(-1, 1, 1)
             tensors["hidden_states_scales"] = (fields["hidden_states_scale"].dtype, scales)
+        for key in values.keys() - USUAL_FIELDS - {"hidden_states_scale"}:
+            tensors.setdefault(key, (fields[key].dtype, values[key]))
         name = f"hidden_states/hs_{len(self._ids)}.safetensors"
         mask = np.ones(len(ids), np.int64)
         if "loss_mask" in values:
@@ -113,6 +113,18 @@ class ArrowFolderWriter:
                 "_split": None,
             },
         )
+
+
+def _states(values: Mapping[str, Array], fields: Mapping[str, Field]) -> Array:
+    """All layers, the last state's behind the others, as bits ``[S, L, H]``."""
+    last: Array = checked_state(values, "last_hidden_state", "[tokens, hidden size]", 2)[:, None]
+    if "hidden_states" not in values:
+        return last
+    aux = checked_state(values, "hidden_states", "[tokens, layers, hidden size]", 3)
+    found = {name: (fields[name].dtype, values[name].shape[-1]) for name in ("hidden_states", "last_hidden_state")}
+    if len(set(found.values())) > 1:
+        raise ValueError(f"this layout holds all layers in one tensor, of one dtype and hidden size; found {found}")
+    return np.concatenate([aux, last], axis=1)
 
 
 def _json(path: Path, value: object) -> None:

@@ -86,7 +86,7 @@ def discover(src: str | os.PathLike[str]) -> Discovery:
     found = Discovery(root)
     itself = Path(root).stat()
     if not stat.S_ISDIR(itself.st_mode):
-        _Walk(found).file(Path(root).name, root, itself, lock=False)
+        _Walk(found).file(Path(root).name, root, itself, lock=os.path.lexists(f"{root}.lock"))
         return found
     walk = _Walk(found)
     walk.run(root)
@@ -158,7 +158,7 @@ class _Walk:
         if reason is not None:
             self.found.sidecars.append(Skipped(name, reason))
         elif not stat.S_ISREG(found.st_mode):
-            where = self.found.bad if base.endswith(_SAMPLE_SUFFIXES) else self.found.sidecars
+            where = self.found.bad if base.lower().endswith(_SAMPLE_SUFFIXES) else self.found.sidecars
             where.append(Skipped(name, "a pipe, socket or device, not a regular file: it was not opened"))
         elif base.lower().endswith(_SAMPLE_SUFFIXES) or _may_hold_tensors(path):
             self.found.files.append(FoundFile(name, path, found.st_size, lock))

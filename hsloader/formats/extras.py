@@ -13,9 +13,11 @@ from hsloader.store.fields import Field
 
 __all__ = ["take_extras"]
 
-_MAX_NODES = 10_000
+_MAX_NODES = 10_000  # of one value; 64 characters of text count as one more
+_MAX_VISITS = 100_000  # of all values of a sample, those that are left out included
 _MAX_DEPTH = 16
 _MAX_TEXT = 1 << 16
+_MAX_KEY = 200
 _USUAL = frozenset({"input_ids", "loss_mask", "hidden_states", "last_hidden_state", "hidden_states_scale"})
 
 
@@ -25,25 +27,33 @@ class _NotJsonError(ValueError):
 
 def take_extras(builder: Builder) -> None:
     """Sort every key that the layout did not take into fields, extras, scalars, or ``left_out`` with a reason."""
+    visits = _MAX_VISITS
     for key, value in builder.keys.items():
         if key in builder.taken:
             continue
         tensor = value.tensor if isinstance(value, ArrayStub) else value
         if type(key) is not str:
             builder.left_out.append((str(key)[:60], "its name is not text"))
+        elif len(key) > _MAX_KEY:
+            builder.left_out.append((key[:60], f"its name has {len(key)} characters, at most {_MAX_KEY} are kept"))
         elif isinstance(tensor, Tensor):
             _take_tensor(builder, key, tensor)
+        elif visits <= 0:
+            builder.left_out.append((key[:60], f"the sample has more than {_MAX_VISITS} values beside its fields"))
         else:
+            left = [min(_MAX_NODES, visits)]
+            before = left[0]
             try:
-                builder.extras[key[:200]] = _json(value, _MAX_DEPTH, [_MAX_NODES])
+                builder.extras[key] = _json(value, _MAX_DEPTH, left)
             except _NotJsonError as error:
                 builder.left_out.append((key[:60], str(error)))
+            visits -= before - left[0]
 
 
 def _take_tensor(builder: Builder, key: str, tensor: Tensor) -> None:
     shape, length = tensor.shape, builder.length
     if not shape and not tensor.dtype.startswith("float8"):
-        builder.scalars[key[:200]] = tensor
+        builder.scalars[key] = tensor
         return
     if len(shape) > 1 and shape[0] == 1 and shape[1] == length:
         tensor = tensor.select(0, 0)
@@ -81,8 +91,7 @@ def _json(value: object, depth: int, nodes: list[int]) -> object:
             raise _NotJsonError(f"JSON has no {value}")
         return value
     if isinstance(value, str):
-        if len(value) > _MAX_TEXT:
-            raise _NotJsonError(f"a text of {len(value)} characters, at most {_MAX_TEXT} are kept")
+        _count_text(value, nodes)
         if not value.isprintable() and any("\ud800" <= c <= "\udfff" for c in value):
             raise _NotJsonError("a text with lone surrogates, which is no UTF-8")
         return value
@@ -95,7 +104,16 @@ def _json(value: object, depth: int, nodes: list[int]) -> object:
     if isinstance(value, dict):
         if not all(type(k) is str for k in value):
             raise _NotJsonError("a dict whose keys are not text")
+        for k in value:
+            _count_text(k, nodes)
         return {k: _json(v, depth - 1, nodes) for k, v in value.items()}
     raise _NotJsonError(
         f"a value of type {'tensor' if isinstance(value, (Tensor, ArrayStub)) else type(value).__name__}"
     )
+
+
+def _count_text(text: str, nodes: list[int]) -> None:
+    """Count a text's length as values: one text may be referred to from many places, and is written at each."""
+    if len(text) > _MAX_TEXT:
+        raise _NotJsonError(f"a text of {len(text)} characters, at most {_MAX_TEXT} are kept")
+    nodes[0] -= len(text) // 64

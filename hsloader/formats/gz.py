@@ -51,7 +51,7 @@ def read_zip_head(window: Window, path: str) -> tuple[object, list[Block], int]:
         except PickleCutError as error:
             if len(data) < start + count or count >= MAX_PICKLE:
                 raise SourceError(path, f"data.pkl: {error}") from None
-            count *= 8
+            count = min(8 * count, MAX_PICKLE)
             blocks.clear()
         except PickleError as error:
             raise SourceError(path, f"data.pkl: {error}") from None

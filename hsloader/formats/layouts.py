@@ -15,6 +15,9 @@ from hsloader.formats.source import Hints, Record
 
 __all__ = ["LAYOUTS", "FoundRecords", "Layout", "layout_named", "record_of", "records_of"]
 
+# Setting such a file aside in silence would be a guess: another producer's samples look like this, too.
+_REMEDY = "; if it is no sample, move it out of the source"
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -71,9 +74,9 @@ def records_of(container: Container, path: str, hints: Hints) -> FoundRecords:
     reason = foreign_layout(value)
     if reason is None and isinstance(value, dict):
         keys = ", ".join(str(k)[:30] for k in list(value)[:8])
-        reason = f"no known layout has these keys ({keys}): there are no hidden states among them"
+        reason = f"no known layout has these keys ({keys}): there are no hidden states among them{_REMEDY}"
     if reason is None:
-        reason = f"not a sample: the file holds a {type(value).__name__}, expected a dict of fields"
+        reason = f"not a sample: the file holds a {type(value).__name__}, expected a dict of fields{_REMEDY}"
     raise SourceError(path, reason)
 
 

@@ -64,7 +64,7 @@ def open_planned(sample: SampleSource, scratch: Path | str | None, hints: Hints)
 
         record, row = speculators_arrow.planned_record(sample, container)
         opened = OpenSample(sample, record, reader, _Watch(sample, fd), held)
-        speculators_arrow.check_ids(opened.whole("input_ids", "int64"), row.ids, sample.name)
+        speculators_arrow.demand_same_ids(opened.whole("input_ids", "int64"), row.ids, sample.name)
         return opened
     except BaseException:
         for descriptor in (fd, inner):

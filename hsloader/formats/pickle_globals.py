@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from hsloader.formats.blocks import Block, Tensor, checked_tensor
 from hsloader.store.dtypes import DTYPES, dtype_of
 
-__all__ = ["GLOBALS", "STORAGES", "ArrayStub", "DtypeStub", "Global", "PickleError", "Storage"]
+__all__ = ["GLOBALS", "STORAGES", "ArrayStub", "DtypeStub", "Global", "PickleError", "Storage", "short"]
 
 Charge = Callable[[int], None]
 Args = tuple[object, ...]
@@ -21,6 +21,11 @@ Make = Callable[[Charge, Args], object]
 
 class PickleError(ValueError):
     """The pickle holds what a file of tensors does not; the message is a sentence without the path."""
+
+
+def short(value: object) -> str:
+    """A value of a pickle for a sentence: a number as it is, else its type (the text of nested values has no bound)."""
+    return str(value)[:40] if type(value) is int else f"a {type(value).__name__}"
 
 
 @dataclass(frozen=True, slots=True)

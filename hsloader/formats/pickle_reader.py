@@ -30,14 +30,10 @@ class PickleCutError(PickleError):
     """The data end inside the pickle: a truncated file, or a stream of which more must be read."""
 
 
-class _Mark:
-    __slots__ = ()
-
-
 class _Machine:
     """The state of one run: the stack is split at marks as in CPython's unpickler."""
 
-    __slots__ = ("budget", "containers", "data", "find_storage", "keys", "marks", "memo", "pos", "result", "stack")
+    __slots__ = ("budget", "containers", "data", "find_storage", "keys", "marks", "memo", "pos", "stack")
 
     def __init__(self, data: bytes, pos: int, find_storage: FindStorage) -> None:
         self.data = data
@@ -49,7 +45,6 @@ class _Machine:
         self.containers = 0
         self.keys = 0
         self.budget = max(1 << 20, 4 * len(data))  # bytes that calls may make (latin-1 encodings of strings)
-        self.result: object = None
 
     # reading arguments ------------------------------------------------------------------------------------------
 
@@ -57,7 +52,7 @@ class _Machine:
         """The next ``n`` bytes."""
         end = self.pos + n
         if end > len(self.data):
-            raise PickleCutError(f"truncated: the pickle ends inside an opcode that needs {n} bytes more")
+            raise PickleCutError(f"truncated: the pickle ends inside an opcode that needs {n} bytes")
         piece = self.data[self.pos : end]
         self.pos = end
         return piece

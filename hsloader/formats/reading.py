@@ -189,12 +189,12 @@ class BlockReader:
         return offset
 
     def _pread(self, block: Block, start: int, out: Bytes) -> None:
-        offset = self._offset(block)
         try:
+            offset = self._offset(block)
             done = pread_into(self._fd, out, offset + start)
         except OSError as error:
             raise SourceError(
-                self._path, f"reading {len(out)} bytes of {block.name} at {offset + start}: {error.strerror}"
+                self._path, f"reading {len(out)} bytes from byte {start} of {block.name}: {error.strerror}"
             ) from error
         if done < len(out):
             raise SourceError(

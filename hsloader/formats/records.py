@@ -11,9 +11,10 @@ from hsloader.formats.blocks import Block, Tensor, checked_tensor
 from hsloader.formats.pickle_globals import ArrayStub
 from hsloader.formats.source import FieldParts, FieldSpec, Hints
 
-__all__ = ["Builder", "LayoutError", "as_tensor", "shape_text"]
+__all__ = ["STATE_DTYPES", "Builder", "LayoutError", "as_tensor", "shape_text"]
 
-_STATE_DTYPES = ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
+STATE_DTYPES = (*_FLOATS, "float8_e4m3fn", "float8_e5m2")
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
 
@@ -73,7 +74,7 @@ class Builder:
         if tensor is None:
             self.notes.append("no loss_mask")
             return
-        if tensor.dtype not in (*_INTEGERS, "bool", "float16", "bfloat16", "float32", "float64"):
+        if tensor.dtype not in (*_INTEGERS, "bool", *_FLOATS):
             raise LayoutError(f"{key} holds {tensor.dtype}, expected integers or bool")
         if tensor.shape[0] != self.length:
             raise LayoutError(f"{key} has {tensor.shape[0]} values, the sample has {self.length} tokens")
@@ -86,7 +87,7 @@ class Builder:
         tensor = as_tensor(self.keys[key] if entry is None else entry)
         if tensor is None:
             raise LayoutError(f"{label} is no tensor of hidden states")
-        if tensor.dtype not in _STATE_DTYPES:
+        if tensor.dtype not in STATE_DTYPES:
             raise LayoutError(f"{label} holds {tensor.dtype}, expected floating point states")
         if len(tensor.shape) == 3 and tensor.shape[0] == 1:
             tensor = tensor.select(0, 0)
@@ -96,12 +97,21 @@ class Builder:
             )
         return tensor
 
+    def last_state(self, key: str) -> Tensor:
+        """The last state under ``key``, ``[S, H]``."""
+        tensor = self.states(key)
+        if len(tensor.shape) != 2:
+            raise LayoutError(f"{key} has the shape {shape_text(tensor.shape)}: expected [tokens, hidden size]")
+        return tensor
+
     def scales(self, key: str, name: str) -> str | None:
         """Take the scales of fp8 states, ``[S, 1, 1]`` or ``[S]``, as the field ``name``; ``None`` without them."""
         tensor = as_tensor(self.keys.get(key))
         if tensor is None:
             return None
         self.taken.add(key)
+        if tensor.dtype not in _FLOATS:
+            raise LayoutError(f"{key} holds {tensor.dtype}, expected floating point scales")
         if not tensor.shape or tensor.shape[0] != self.length or any(n != 1 for n in tensor.shape[1:]):
             raise LayoutError(f"{key} has the shape {shape_text(tensor.shape)}: expected one scale for each token")
         while len(tensor.shape) > 1:

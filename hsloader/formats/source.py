@@ -16,6 +16,7 @@ Values are bits throughout: bfloat16 is ``<u2``, fp8 is ``u1`` (see ``store/dtyp
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -234,11 +235,13 @@ class OpenSample:
         }
 
     def extras(self) -> dict[str, object]:
-        """The sample's small values, those that lie in the file's records included."""
+        """The sample's small values, those that lie in the file's records included; ``SourceError`` for NaN and Inf."""
         found = dict(self._record.extras)
         for name, tensor in self._record.scalars.items():
             self._reader.expect(tensor.block)
-            found[name] = self._reader.scalar(tensor)
+            value = found[name] = self._reader.scalar(tensor)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise SourceError(self.sample.name, f"{name} is {value}, which JSON has no number for")
         return found
 
     def finish(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hsloader.formats.blocks import Tensor
-from hsloader.formats.records import Builder, LayoutError
+from hsloader.formats.records import Builder
 
 __all__ = ["build_dflash", "build_dspark", "build_eagle3", "is_dflash", "is_dspark", "is_eagle3"]
 
@@ -23,9 +23,7 @@ def is_eagle3(keys: Mapping[object, object]) -> bool:
 def build_eagle3(builder: Builder) -> None:
     """Take the fields of the eagle3 kind."""
     builder.ids()
-    last = builder.states("hidden_state")
-    if len(last.shape) != 2:
-        raise LayoutError(f"hidden_state has {len(last.shape)} axes, expected [1, tokens, hidden size]")
+    last = builder.last_state("hidden_state")
     if builder.keys["aux_hidden_state"] is None:
         builder.taken.add("aux_hidden_state")
         builder.notes.append("aux_hidden_state is None: no auxiliary layers")
@@ -44,7 +42,7 @@ def is_dspark(keys: Mapping[object, object]) -> bool:
 def build_dspark(builder: Builder) -> None:
     """Take the fields of the dspark kind."""
     builder.ids()
-    last = builder.states("target_last_hidden_states")
+    last = builder.last_state("target_last_hidden_states")
     aux = builder.states("hidden_states")
     builder.add_layers([builder.split(aux, last.shape[-1], "hidden_states")])
     builder.add_last(last)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hsloader.formats.blocks import Tensor
-from hsloader.formats.records import Builder, LayoutError, shape_text
+from hsloader.formats.records import STATE_DTYPES, Builder, LayoutError, shape_text
 
 __all__ = ["build_layers", "build_list", "build_pair", "is_list", "is_pair"]
 
@@ -52,7 +52,7 @@ def is_pair(keys: Mapping[object, object]) -> bool:
 def build_pair(builder: Builder) -> None:
     """Take the fields of the older layout."""
     builder.ids()
-    last = builder.states("target")
+    last = builder.last_state("target")
     aux = builder.states("hidden_state")
     builder.add_layers([builder.split(aux, last.shape[-1], "hidden_state")])
     builder.add_last(last)
@@ -70,6 +70,8 @@ def build_layers(builder: Builder) -> None:
         raise LayoutError(
             f"hidden_states has the shape {shape_text(states.shape)}: expected {builder.length} rows, one a token"
         )
+    if states.dtype not in STATE_DTYPES:
+        raise LayoutError(f"hidden_states holds {states.dtype}, expected floating point states")
     scale = builder.scales("hidden_states_scales", "hidden_states_scale")
     if states.dtype.startswith("float8") and scale is None:
         raise LayoutError(f"hidden_states holds {states.dtype} and there are no hidden_states_scales")

@@ -21,12 +21,13 @@ from hsloader.formats.arrow_rows import ArrowRow, read_row, rows_of
 from hsloader.formats.blocks import Tensor
 from hsloader.formats.container import Container
 from hsloader.formats.discover import FoundFile, Skipped, natural_key
+from hsloader.formats.held import demand_not_held
 from hsloader.formats.layouts import record_of
 from hsloader.formats.opening import open_container
 from hsloader.formats.source import Hints, Record, SampleSource
 from hsloader.formats.speculators import build_layers
 
-__all__ = ["LAYOUT", "FolderSamples", "check_ids", "describe_folder", "planned_record"]
+__all__ = ["LAYOUT", "FolderSamples", "demand_same_ids", "describe_folder", "planned_record"]
 
 LAYOUT = "speculators-arrow"
 _STATES = "hidden_states"
@@ -78,17 +79,19 @@ def _state_files(folder: FoundFile, prefix: str, found: FolderSamples) -> dict[i
         ) from None
     except OSError as error:
         raise SourceError(f"{prefix}{_STATES}", f"folder cannot be read: {error.strerror}") from error
+    names = {entry.name for entry in listing}
     for entry in listing:
         match = _NAME.match(entry.name)
         name = f"{prefix}{_STATES}/{entry.name}"
         if match is None or str(int(match[1])) != match[1]:
             found.sidecars.append(Skipped(name, "not a file of hidden states (hs_{row}.safetensors)"))
         else:
-            files[int(match[1])] = FoundFile(name, entry.path)
+            files[int(match[1])] = FoundFile(name, entry.path, lock=f"{entry.name}.lock" in names)
     return files
 
 
 def _describe(file: FoundFile, folder: str, row: ArrowRow) -> SampleSource:
+    demand_not_held(file)
     with open_container(file.path, file.name) as (container, identity):
         record = _record(container, row, file.name)
     return SampleSource(
@@ -130,10 +133,10 @@ def _record(container: Container, row: ArrowRow, name: str) -> Record:
         raise SourceError(
             name, f"the file has {record.length} tokens, row {row.number} of the arrow dataset {row.length}"
         )
-    return replace(record, left_out=(*record.left_out, *row.left_out))
+    return replace(record, notes=(*record.notes, *row.notes))
 
 
-def check_ids(file_ids: npt.NDArray[Any], arrow_ids: npt.NDArray[Any], name: str) -> None:
+def demand_same_ids(file_ids: npt.NDArray[Any], arrow_ids: npt.NDArray[Any], name: str) -> None:
     """Demand that the file's ids are the arrow row's; ``SourceError`` names the first that differs."""
     if len(file_ids) != len(arrow_ids):
         raise SourceError(name, f"token_ids has {len(file_ids)} values, the arrow row's input_ids {len(arrow_ids)}")

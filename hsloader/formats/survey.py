@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 
 from hsloader.errors import SourceError
 from hsloader.formats.discover import Discovery, FoundFile, Skipped, discover, natural_key
+from hsloader.formats.held import demand_not_held
 from hsloader.formats.opening import describe_file
 from hsloader.formats.producer_settings import SETTINGS_FILE, ProducerSettings, read_settings
 from hsloader.formats.source import Described, Hints, SampleSource
@@ -94,29 +94,11 @@ def _describe(files: Iterable[FoundFile], hints: Hints) -> list[Described | Sour
     outcomes: list[Described | SourceError] = []
     for file in files:
         try:
-            if file.lock and _is_held(f"{file.path}.lock"):
-                raise SourceError(file.name, "being written: its producer holds the lock file")
+            demand_not_held(file)
             outcomes.append(describe_file(file.path, file.name, hints=hints))
         except SourceError as error:
             outcomes.append(error)
     return outcomes
-
-
-def _is_held(lock: str) -> bool:
-    """Whether somebody holds the lock file right now; it is opened for reading and left as it is."""
-    try:
-        fd = os.open(lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # a file system without locks
-        return False
-    finally:
-        os.close(fd)
-    return False
 
 
 def _take(result: Survey, file: FoundFile, outcome: Described | SourceError) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from hsloader.errors import SourceError
 from hsloader.formats.blocks import Block
-from hsloader.formats.pickle_globals import PickleError, Storage
+from hsloader.formats.pickle_globals import PickleError, Storage, short
 from hsloader.formats.pickle_reader import MAX_PICKLE, PickleCutError, read_pickle
 from hsloader.formats.reading import pread_exactly
 from hsloader.formats.torch_zip import storage_finder
@@ -30,19 +30,19 @@ class _Legacy:
         self.blocks: dict[str, Block] = {}
         protocol, at = read_pickle(data, no_storages, len(LEGACY_MAGIC))
         system, at = read_pickle(data, no_storages, at)
-        if protocol != _PROTOCOL or not isinstance(system, dict):
-            raise PickleError(f"a legacy torch file of protocol {str(protocol)[:20]}, expected {_PROTOCOL}")
+        if type(protocol) is not int or protocol != _PROTOCOL or not isinstance(system, dict):
+            raise PickleError(f"a legacy torch file of protocol {short(protocol)}, expected {_PROTOCOL}")
         if system.get("little_endian") is not True:
             raise PickleError("a legacy torch file that is not little-endian, which is not read")
         self.value, at = read_pickle(data, storage_finder(self._block, 6), at)
         keys, self.end = read_pickle(data, no_storages, at)
-        if type(keys) is not list or set(keys) != set(self.blocks) or len(keys) != len(self.blocks):
+        # Text before anything else: hashing what a file nested may take forever.
+        self.keys = [key for key in keys if type(key) is str] if type(keys) is list else []
+        if type(keys) is not list or len(keys) != len(self.blocks) or set(self.keys) != self.blocks.keys():
             raise PickleError("the list of storages of the legacy torch file does not match its tensors")
-        self.keys: list[str] = keys
 
     def _block(self, key: str, nbytes: int) -> Block:
-        block = self.blocks.setdefault(key, Block(key, nbytes))
-        return block
+        return self.blocks.setdefault(key, Block(key, nbytes))
 
 
 def no_storages(reference: tuple[object, ...]) -> Storage:
@@ -88,6 +88,6 @@ def _parse(window: Window, path: str) -> _Legacy:
         except PickleCutError as error:
             if len(data) < count or count >= MAX_PICKLE:
                 raise SourceError(path, f"legacy torch file: {error}") from None
-            count *= 8
+            count = min(8 * count, MAX_PICKLE)
         except PickleError as error:
             raise SourceError(path, f"legacy torch file: {error}") from None

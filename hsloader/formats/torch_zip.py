@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from hsloader.errors import SourceError
 from hsloader.formats.blocks import Block
-from hsloader.formats.pickle_globals import STORAGES, Global, PickleError, Storage
+from hsloader.formats.pickle_globals import STORAGES, Global, PickleError, Storage, short
 from hsloader.formats.pickle_reader import MAX_PICKLE, FindStorage, read_pickle
 from hsloader.formats.reading import crc32, pread_exactly
 from hsloader.store.dtypes import dtype_of
@@ -109,7 +109,7 @@ def storage_finder(find_block: Callable[[str, int], Block], values: int) -> Find
         if place == "meta":
             raise PickleError("a tensor was saved on the meta device: it has a shape and no data")
         if type(numel) is not int or not 0 <= numel <= 1 << 60:
-            raise PickleError(f"storage {key} claims {str(numel)[:40]} elements: out of range")
+            raise PickleError(f"storage {key} claims {short(numel)} elements: out of range")
         nbytes = numel * (dtype_of(kind.dtype).item_size if kind.dtype else 1)
         block = find_block(key, nbytes)
         if block.size != nbytes:

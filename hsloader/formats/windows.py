@@ -55,8 +55,7 @@ class GzipStream:
         """Yield the inflated bytes, at most ``limit`` at a time; ``SourceError`` where the file is cut or damaged."""
         while True:
             if not self._tail:
-                self._tail = os.pread(self._fd, self._step, self._at)
-                self._at += len(self._tail)
+                self._tail = self._more()
             given = len(self._tail)
             try:
                 piece = self._inflater.decompress(self._tail, limit)
@@ -73,13 +72,20 @@ class GzipStream:
                     self._path, f"truncated: the gzip stream has no end ({self._at} bytes; the writer was killed?)"
                 )
 
+    def _more(self) -> bytes:
+        """The next compressed bytes; none at the end of the file."""
+        try:
+            data = os.pread(self._fd, self._step, self._at)
+        except OSError as error:
+            raise SourceError(self._path, f"reading the gzip stream at {self._at}: {error.strerror}") from error
+        self._at += len(data)
+        return data
+
     def _next_member(self) -> bool:
         """Whether another gzip member follows the one that ended; anything else that follows is damage."""
         rest: bytes = self._inflater.unused_data
         if len(rest) < len(GZIP_MAGIC):
-            more = os.pread(self._fd, self._step, self._at)
-            self._at += len(more)
-            rest += more
+            rest += self._more()
         if not rest:
             return False
         if not rest.startswith(GZIP_MAGIC):

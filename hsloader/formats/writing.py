@@ -5,6 +5,7 @@ torch is imported here, when the first file is written; nothing else in this roo
 
 from __future__ import annotations
 
+import errno
 import gzip
 import io
 import json
@@ -20,9 +21,17 @@ import numpy.typing as npt
 from hsloader.formats.casting import exact_cast
 from hsloader.store.dtypes import dtype_of
 from hsloader.store.fields import Field
-from hsloader.store.samples import sample_key
+from hsloader.store.samples import check_path_name, sample_key
 
-__all__ = ["WRITABLE", "SampleWriter", "safetensors_bytes", "sample_writer"]
+__all__ = [
+    "USUAL_FIELDS",
+    "WRITABLE",
+    "SampleWriter",
+    "checked_state",
+    "publish",
+    "safetensors_bytes",
+    "sample_writer",
+]
 
 Array = npt.NDArray[Any]
 
@@ -34,8 +43,9 @@ WRITABLE = (
     "specforge-dspark",
     "specforge-dflash",
 )
+_NO_LINKS = frozenset({errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK})  # file systems without hard links
 _NAME_BYTES = 255  # of a file's name on Linux
-_FIELDS = frozenset({"input_ids", "loss_mask", "hidden_states", "last_hidden_state"})
+USUAL_FIELDS = frozenset({"input_ids", "loss_mask", "hidden_states", "last_hidden_state"})
 _SAFETENSORS = {
     "float64": "F64",
     "float32": "F32",
@@ -104,12 +114,18 @@ class _TorchWriter:
         """Write one sample as a torch file, whole or not at all; an existing file is not overwritten."""
         import torch
 
+        scaled = [key for key in values if fields[key].scale is not None]
+        if scaled:
+            raise ValueError(
+                f"{', '.join(scaled)}: fp8 states with scales, which only the layout speculators-arrow has a place for"
+            )
         tensors = {key: _tensor(torch, bits, fields[key]) for key, bits in values.items()}
         record = _RECORDS[self._layout](tensors)
         for key, value in extras.items():
             record.setdefault(key, value)
-        for key in tensors.keys() - _FIELDS:
-            record.setdefault(key, tensors[key])
+        for key, tensor in tensors.items():
+            if key not in USUAL_FIELDS:
+                record.setdefault(key, tensor)
         buffer = io.BytesIO()
         torch.save(record, buffer)
         data = buffer.getvalue()
@@ -144,23 +160,17 @@ def _tensor(torch: Any, bits: Array, field: Field) -> Any:
 
 
 def _list_record(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    aux = tensors.get("hidden_states")
-    layers = [] if aux is None else [layer.contiguous() for layer in aux.unbind(1)]
-    if "last_hidden_state" not in tensors:
-        raise ValueError("the speculators-list layout ends with the last hidden state, which the dataset does not have")
-    return _with_tokens(tensors, {"hidden_states": [*layers, tensors["last_hidden_state"]]})
+    layers = [layer.contiguous() for layer in _aux(tensors).unbind(1)] if "hidden_states" in tensors else []
+    return _with_tokens(tensors, {"hidden_states": [*layers, _last(tensors)]})
 
 
 def _pair_record(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    return _with_tokens(tensors, {"hidden_state": tensors["hidden_states"].flatten(1), "target": _last(tensors)})
+    return _with_tokens(tensors, {"hidden_state": _aux(tensors).flatten(1), "target": _last(tensors)})
 
 
 def _eagle3_record(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    aux = tensors.get("hidden_states")
-    return _with_tokens(
-        tensors,
-        {"hidden_state": _last(tensors)[None], "aux_hidden_state": None if aux is None else aux.flatten(1)[None]},
-    )
+    aux = _aux(tensors).flatten(1)[None] if "hidden_states" in tensors else None
+    return _with_tokens(tensors, {"hidden_state": _last(tensors)[None], "aux_hidden_state": aux})
 
 
 def _dspark_record(tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,13 +178,25 @@ def _dspark_record(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _dflash_record(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    return _with_tokens(tensors, {"hidden_states": tensors["hidden_states"].flatten(1)[None]})
+    return _with_tokens(tensors, {"hidden_states": _aux(tensors).flatten(1)[None]})
+
+
+def _aux(tensors: Mapping[str, Any]) -> Any:
+    return checked_state(tensors, "hidden_states", "[tokens, layers, hidden size]", 3)
 
 
 def _last(tensors: Mapping[str, Any]) -> Any:
-    if "last_hidden_state" not in tensors:
-        raise ValueError("this layout needs the last hidden state, which the dataset does not have")
-    return tensors["last_hidden_state"]
+    return checked_state(tensors, "last_hidden_state", "[tokens, hidden size]", 2)
+
+
+def checked_state(values: Mapping[str, Any], name: str, shape: str, axes: int) -> Any:
+    """A sample's states or ids; ``ValueError`` if they are not there, or have not the ``axes`` of ``shape``."""
+    if name not in values:
+        raise ValueError(f"this layout needs {name}, which the dataset does not have")
+    found = values[name]
+    if found.ndim != axes:
+        raise ValueError(f"this layout needs {name} as {shape}; the dataset has it as {list(found.shape)}")
+    return found
 
 
 def _with_tokens(tensors: Mapping[str, Any], states: dict[str, Any]) -> dict[str, Any]:
@@ -193,9 +215,8 @@ _RECORDS = {
 
 def file_name(layout: str, name: str) -> str:
     """Where a sample called ``name`` goes, with a suffix of the layout; ``ValueError`` if it would leave the folder."""
+    check_path_name(name)
     path = PurePosixPath(name.replace("#", "-"))
-    if path.is_absolute() or ".." in path.parts or not path.name or "\0" in name:
-        raise ValueError(f"the sample name {name!r} is no path below a folder")
     suffixes = (".ckpt", ".ckpt.gz") if layout.startswith("specforge") else (".pt",)
     if path.name.endswith(suffixes):
         return str(path)
@@ -221,9 +242,21 @@ def publish(path: Path, data: bytes | memoryview) -> None:
     temporary = path.with_name(f".hsloader-{os.getpid()}.tmp")  # not the name and more: names may be at their limit
     try:
         temporary.write_bytes(data)
-        os.link(temporary, path)  # unlike a rename, a link never replaces a file
+        _name(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _name(temporary: Path, path: Path) -> None:
+    """Give a written file its name; ``FileExistsError`` if that is taken."""
+    try:
+        os.link(temporary, path)  # unlike a rename, a link never replaces a file
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        if os.path.lexists(path):  # nobody else is expected to write here
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
+        temporary.rename(path)
 
 
 def safetensors_bytes(tensors: Mapping[str, tuple[str, Array]]) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ __all__ = [
     "COLUMNS",
     "FLAGS",
     "SAMPLES_LIMIT",
+    "check_path_name",
     "check_table",
     "decode_text",
     "encode_texts",
@@ -77,6 +79,13 @@ def encode_name(name: str) -> bytes:
     if decode_text(data) != name:
         raise ValueError(f"sample {name!r}: a name is text, or what os.fsdecode makes of a file's name")
     return data
+
+
+def check_path_name(name: str) -> None:
+    """``ValueError`` unless the name is a path below a folder, so that ``export`` can write a file of that name."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or not path.name or "\0" in name:
+        raise ValueError(f"the sample name {name!r} is no path below a folder (expected for example rows_0/data_1)")
 
 
 def decode_text(data: bytes) -> str:

@@ -24,7 +24,7 @@ from hsloader.store.layout import SHARD_BYTES, choose_layout
 from hsloader.store.manifest import Manifest, Provenance, SegmentEntry
 from hsloader.store.packed import read_tables
 from hsloader.store.publish import Root, TemporaryDirectory
-from hsloader.store.samples import COLUMNS, mask_counts, sample_key
+from hsloader.store.samples import COLUMNS, check_path_name, mask_counts, sample_key
 from hsloader.store.segment import SegmentWriter
 from hsloader.store.zarr_json import BF16_AS
 
@@ -147,14 +147,17 @@ class Writer:
     def append(self, *, name: str | None = None, extras: dict[str, Any] | None = None, **fields: Any) -> None:
         """Append one sample: for every field a torch tensor or numpy array ``[tokens, *shape]``.
 
-        ``name``: unique in the dataset; by default the segment's number and a running number.  ``extras``: small
-        values that JSON can hold.  bfloat16 and fp8 come as torch tensors, or as uint16 and uint8 bits of a declared
-        field.  Raises ``ValueError`` or ``TypeError`` for a sample that does not fit, ``OSError`` for a full disk.
+        ``name``: unique in the dataset and a path below a folder (``export`` writes a file of that name); by default
+        the segment's number and a running number.  ``extras``: small values that JSON can hold.  bfloat16 and fp8 come
+        as torch tensors, or as uint16 and uint8 bits of a declared field.  Raises ``ValueError`` or ``TypeError`` for a
+        sample that does not fit, ``OSError`` for a full disk.
         """
         with self._in_one_piece():
             self._append(name, extras, fields)
 
     def _append(self, name: str | None, extras: dict[str, Any] | None, fields: Mapping[str, Any]) -> None:
+        if isinstance(name, str):  # what is none is refused with its type below
+            check_path_name(name)
         values = {key: as_array_like(key, value) for key, value in fields.items()}
         fields_of_it = self._fields
         if fields_of_it is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ def test_says_what_it_will_do_and_what_it_did(run: Run, dump: Path, tmp_path: Pa
     assert done.status == 0
     for words in ("speculators-list (4 samples)", "after layer 2, 4, 5; the last before the final norm", "size now"):
         assert words in done.out
+    assert re.search(r"\n  time +[0-9.]+ s or more, with \d+ process", done.out)  # the disk is not in it
     assert "converted 4 samples" in done.out
     assert "read back and compared" in done.out
     assert "next: hsloader info" in done.out

@@ -127,3 +127,21 @@ def test_refusals(tmp_path: Path) -> None:
         export(tmp_path / "dst", tmp_path / "out", layout="no-such-layout")
     with pytest.raises(ConversionError, match="expected an empty folder"):
         export(tmp_path / "dst", tmp_path / "src")
+    with pytest.raises(ConversionError, match="inside the dataset"):
+        export(tmp_path / "dst", tmp_path / "dst" / "out")
+    assert not (tmp_path / "dst" / "out").exists()
+
+
+def test_what_an_arrow_folder_has_no_place_for_is_told(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    made = odd_tokens(1, 20)
+    del made["loss_mask"]
+    (tmp_path / "src").mkdir()
+    torch.save(made, tmp_path / "src" / "data_1.pt")
+    convert(tmp_path / "src", tmp_path / "dst")
+    lost, mask = export(tmp_path / "dst", tmp_path / "out", layout="speculators-arrow").notes
+    assert "extras of 1 samples" in lost
+    assert "every token is written as supervised" in mask
+    found = inspect(tmp_path / "out")
+    assert found.samples == 1
+    assert "positions int16" in found.kinds[0][0]

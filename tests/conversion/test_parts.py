@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -171,7 +172,7 @@ def test_a_plan_survives_its_json(tmp_path: Path) -> None:
         notes={"no checksum": 2},
     )
     assert Plan.from_json(plan.to_json(), "plan") == plan
-    with pytest.raises(ConversionError, match=r"journal/plan\.json.*replan"):
+    with pytest.raises(ConversionError, match=r"journal/plan\.json.*another destination"):
         Plan.from_json(plan.to_json()[:-20], "journal/plan.json")
 
 
@@ -206,6 +207,18 @@ def test_layer_ids_end_up_in_one_convention() -> None:
 )
 def test_bad_settings(option: dict[str, object], word: str) -> None:
     with pytest.raises(ValueError, match=word):
+        ConvertSettings.of(**option)
+
+
+@pytest.mark.parametrize("codec", [{"codec": "fp8"}, {"trim_padding": True}])
+def test_a_number_for_true_asks_for_no_lossy_deletion(codec: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="ask for it as delete_source='lossy'"):
+        ConvertSettings.of(delete_source=1, **codec)
+
+
+@pytest.mark.parametrize("option", [{"layer_ids": [2.5]}, {"layer_ids": "218"}, {"notes": "one text"}])
+def test_settings_that_would_be_taken_for_others(option: dict[str, Any]) -> None:
+    with pytest.raises(TypeError):
         ConvertSettings.of(**option)
 
 

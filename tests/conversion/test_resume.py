@@ -140,6 +140,28 @@ def test_a_disk_that_is_full_for_the_manifest(
     assert tree(dst) == undisturbed
 
 
+@pytest.mark.parametrize("damage", ["cut", "gone"])
+def test_a_segment_that_was_damaged_before_it_was_listed_is_made_again(
+    source: Path, undisturbed: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    dst = tmp_path / "dst"
+
+    def full(*arguments: Any, **named: Any) -> Manifest:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Root, "append_segments", full)
+        with pytest.raises(ConversionError, match="0 of 5 segments"):
+            convert(source, dst, segment_size=SEGMENT, workers=1)
+    metadata = dst / "segments" / "000000" / "zarr.json"
+    if damage == "cut":
+        metadata.write_bytes(metadata.read_bytes()[:200])
+    else:
+        metadata.unlink()
+    convert(source, dst, segment_size=SEGMENT)
+    assert tree(dst) == undisturbed
+
+
 def test_not_enough_room_is_told_before_anything_is_written(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import os
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from hsloader import (
     export,
     open_dataset,
 )
-from hsloader.conversion import readback
+from hsloader.conversion import readback, removal
 from hsloader.conversion.report import Progress
 from tests.conversion.sources import fill, flip_a_byte, leftovers, record, torch, tree, write
 
@@ -333,3 +334,141 @@ def test_a_segment_of_bad_samples_in_the_middle(tmp_path: Path) -> None:
     assert len((dst / "quarantine.jsonl").read_text().splitlines()) == 3
     again = convert(src, dst, segment_size=SEGMENT)
     assert (again.present, again.quarantined) == (6, report.quarantined)
+
+
+def test_what_was_set_aside_and_is_gone_is_not_counted_any_more(tmp_path: Path) -> None:
+    src, dst = tmp_path / "src", tmp_path / "dst"
+    fill(src, 4)
+    flip_a_byte(src / "data_2.pt")
+    write(src / "mean.pt", torch.zeros(3))
+    first = convert(src, dst)
+    assert [q.name for q in first.quarantined] == ["data_2.pt", "mean.pt"]
+    assert "move it out of the source" in first.quarantined[1].reason
+    (src / "mean.pt").rename(tmp_path / "mean.pt")
+    second = convert(src, dst)
+    assert ([q.name for q in second.quarantined], second.samples_found) == (["data_2.pt"], 4)
+    (src / "data_2.pt").unlink()
+    for replan in (False, True, False):
+        report = convert(src, dst, replan=replan)
+        assert (report.exit_status, report.present, report.samples_found) == (0, 3, 3)
+    assert not (dst / "quarantine.jsonl").exists()
+    (tmp_path / "mean.pt").rename(src / "mean.pt")
+    assert convert(src, dst).exit_status == 3
+
+
+def test_an_arrow_folder_that_could_not_be_read_is_no_matter_once_it_can(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    fill(tmp_path / "first", 2)
+    convert(tmp_path / "first", tmp_path / "store")
+    src, dst = tmp_path / "src", tmp_path / "dst"
+    for name in ("a", "b"):
+        export(tmp_path / "store", src / name, layout="speculators-arrow")
+    state = (src / "b" / "state.json").read_bytes()
+    (src / "b" / "state.json").write_bytes(b"{}")
+    assert [q.name for q in convert(src, dst).quarantined] == ["b"]
+    (src / "b" / "state.json").write_bytes(state)
+    report = convert(src, dst)
+    assert (report.converted, report.present, report.exit_status) == (2, 2, 0)
+
+
+def test_sources_that_are_gone_are_right_when_their_samples_are_listed(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    fill(tmp_path / "store", 3)
+    src, dst = tmp_path / "src", tmp_path / "dst"
+    src.mkdir()
+    for name in os.listdir(tmp_path / "store"):
+        (src / name).symlink_to(tmp_path / "store" / name)
+    convert(src, dst)
+    (tmp_path / "store" / "data_1.pt").unlink()  # its link dangles now
+    assert convert(src, dst).present == 3
+
+    arrow = tmp_path / "arrow"
+    export(dst, arrow, layout="speculators-arrow")
+
+    def stop(progress: Progress) -> None:
+        if progress.segments == 1:
+            raise KeyboardInterrupt
+
+    settings: Any = {"segment_size": SEGMENT, "typical_length": 120, "delete_source": True, "workers": 1}
+    write(tmp_path / "more" / "long.pt", record(9, 900))
+    convert(tmp_path / "more", dst, append=True)
+    export(dst, tmp_path / "arrow4", layout="speculators-arrow")
+    with pytest.raises(KeyboardInterrupt):
+        convert(tmp_path / "arrow4", tmp_path / "dst4", progress=stop, **settings)
+    assert os.listdir(tmp_path / "arrow4" / "hidden_states") == ["hs_3.safetensors"]
+    report = convert(tmp_path / "arrow4", tmp_path / "dst4", **settings)
+    assert (report.converted, report.present, report.exit_status) == (1, 3, 0)
+    assert os.listdir(tmp_path / "arrow4" / "hidden_states") == []
+    assert convert(tmp_path / "arrow4", tmp_path / "dst4", **settings).present == 4
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_file_that_is_replaced_while_it_is_removed_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
+    src = tmp_path / "src"
+    fill(src, 2)
+    rename = os.rename
+
+    def replaced_before(old: str, new: str) -> None:
+        if str(old).endswith("data_1.pt"):  # after the look at it
+            write(tmp_path / "new.pt", record(5, 40))
+            rename(tmp_path / "new.pt", old)
+        rename(old, new)
+
+    def no_link(*paths: object, **options: object) -> None:
+        raise OSError(errno.EPERM, "no hard links here")
+
+    monkeypatch.setattr(removal.os, "rename", replaced_before)
+    if not links:
+        monkeypatch.setattr(removal.os, "link", no_link)
+    report = convert(src, tmp_path / "dst", delete_source=True, workers=1)
+    assert os.listdir(src) == ["data_1.pt"]
+    assert torch.load(src / "data_1.pt")["input_ids"].numel() == 40
+    assert [item.reason for item in report.deleted.kept] == ["it changed since it was read"]
+
+
+def test_a_file_that_cannot_be_removed_keeps_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    src = tmp_path / "src"
+    fill(src, 2)
+    unlink = os.unlink
+
+    def refused(path: Any, **options: Any) -> None:
+        if ".hsloader-delete-" in str(path):
+            raise OSError(errno.EIO, "Input/output error")
+        unlink(path, **options)
+
+    def no_link(*paths: object, **options: object) -> None:
+        raise OSError(errno.EPERM, "no hard links here")
+
+    monkeypatch.setattr(removal.os, "unlink", refused)
+    monkeypatch.setattr(removal.os, "link", no_link)
+    report = convert(src, tmp_path / "dst", delete_source=True, workers=1)
+    assert sorted(os.listdir(src)) == ["data_0.pt", "data_1.pt"]
+    assert {item.reason for item in report.deleted.kept} == {"it cannot be removed: Input/output error"}
+
+
+def test_what_stays_frees_no_room(tmp_path: Path) -> None:
+    for name in ("whole", "left"):
+        for i in range(8):
+            more = {"left": torch.zeros(5)} if name == "left" else {}
+            write(tmp_path / name / f"data_{i}.pt", {**record(i, 300), **more})
+    needed = {
+        (name, delete): report.plan.space_needed
+        for name in ("whole", "left")
+        for delete in (False, True)
+        if (report := convert(tmp_path / name, tmp_path / "dst", segment_size=SEGMENT, workers=1, dry_run=True,
+                              delete_source=delete)).plan is not None
+    }  # fmt: skip
+    assert needed["whole", True] < needed["whole", False]
+    assert needed["left", True] == needed["left", False]
+
+
+def test_planning_inflates_beside_the_destination(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(tmp_path / "raw", 2)
+    (tmp_path / "src").mkdir()
+    for path in (tmp_path / "raw").iterdir():
+        (tmp_path / "src" / f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes(), 1))
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "nowhere"))
+    assert convert(tmp_path / "src", tmp_path / "dst", workers=1).converted == 2
+    assert sorted(os.listdir(tmp_path)) == ["dst", "raw", "src"]

@@ -57,6 +57,7 @@ def test_links_and_loops(tmp_path: Path) -> None:
 
 def test_special_files_are_never_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "data_0.pt")
+    os.mkfifo(tmp_path / "DATA_1.PT")
     os.mkfifo(tmp_path / "pipe")
     with socket.socket(socket.AF_UNIX) as server:
         here = Path.cwd()
@@ -67,7 +68,7 @@ def test_special_files_are_never_opened(tmp_path: Path) -> None:
             os.chdir(here)
         found = discover(tmp_path)
     assert not found.files
-    assert {s.name for s in found.bad} == {"data_0.pt", "socket.ckpt"}
+    assert {s.name for s in found.bad} == {"data_0.pt", "DATA_1.PT", "socket.ckpt"}
     assert {s.name for s in found.sidecars} == {"pipe"}
 
 
@@ -128,6 +129,7 @@ def test_a_held_lock_means_being_written(tmp_path: Path) -> None:
     with (tmp_path / "data_0.pt.lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         held, stale = survey(tmp_path).bad
+        assert survey(tmp_path / "data_0.pt").bad == [held]
     assert held.reason == "being written: its producer holds the lock file"
     assert "a lock file lies beside it" in stale.reason
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import io
 import json
@@ -126,3 +127,28 @@ def test_an_arrow_folder_without_pyarrow_says_what_to_install(monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (bad,) = survey(_GOLDEN / "speculators-0.9.0" / "source").bad
     assert "pip install pyarrow" in bad.reason
+
+
+def test_a_held_lock_in_an_arrow_folder_and_columns_of_other_things(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    shutil.copytree(_GOLDEN / "speculators-0.9.0" / "source", tmp_path / "src", copy_function=shutil.copyfile)
+    for folder in (tmp_path / "src", tmp_path / "src" / "hidden_states"):
+        folder.chmod(0o700)
+    data = tmp_path / "src" / "data-00000-of-00001.arrow"
+    with pyarrow.OSFile(str(data)) as file:
+        table = pyarrow.ipc.open_stream(file).read_all()
+    table = table.append_column("messages", pyarrow.array(["text"] * table.num_rows))
+    data.unlink()
+    with pyarrow.OSFile(str(data), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table)
+    held = sorted((tmp_path / "src" / "hidden_states").iterdir())[0]
+    with held.with_name(f"{held.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        found = survey(tmp_path / "src")
+    assert [(item.name, item.reason) for item in found.bad if "lock" in item.reason] == [
+        (f"hidden_states/{held.name}", "being written: its producer holds the lock file")
+    ]
+    assert found.samples
+    for sample in found.samples:
+        assert "column messages of the arrow dataset is not converted" in sample.notes
+        assert not sample.left_out  # the file of the states has nothing else: it may be deleted

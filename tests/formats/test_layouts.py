@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from hsloader.errors import SourceError  # noqa: E402
+from hsloader.formats.blocks import Block, checked_tensor  # noqa: E402
+from hsloader.formats.layouts import record_of  # noqa: E402
 from hsloader.formats.opening import describe_file  # noqa: E402
 from hsloader.formats.source import Hints, open_sample  # noqa: E402
+from hsloader.formats.speculators import build_layers  # noqa: E402
 from tests.formats.making import HIDDEN, bits_of, described, listed, read, states  # noqa: E402
 
 
@@ -122,6 +126,72 @@ def test_what_is_ambiguous_or_foreign_is_not_guessed_at(tmp_path: Path, record: 
     assert words in _reason(_saved(tmp_path, **record))
 
 
+@pytest.mark.parametrize("odd", [states(1, 6, 2, HIDDEN), states(1, 1, 6, 2, HIDDEN)])
+@pytest.mark.parametrize(
+    ("aux", "last"),
+    [
+        ("hidden_state", "target"),
+        ("hidden_states", "target_last_hidden_states"),
+        ("aux_hidden_state", "hidden_state"),
+    ],
+)
+def test_a_last_state_of_several_rows_a_token(tmp_path: Path, aux: str, last: str, odd: torch.Tensor) -> None:
+    record = {"input_ids": torch.arange(6), aux: states(0, 6, 3 * HIDDEN), last: odd}
+    assert f"{last} has the shape " in _reason(_saved(tmp_path, **record))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"hidden_states": "int16"}, "hidden_states holds int16, expected floating point states"),
+        ({"hidden_states_scales": "int32"}, "hidden_states_scales holds int32, expected floating point scales"),
+    ],
+)
+def test_layers_and_scales_are_floating_point(change: dict[str, str], words: str) -> None:
+    shapes = {"token_ids": ("int64", 5), "hidden_states": ("float8_e4m3fn", 5, 4, 8)}
+    shapes["hidden_states_scales"] = ("float32", 5, 1, 1)
+    keys: dict[object, object] = {}
+    for name, (dtype, *shape) in shapes.items():
+        kind = change.get(name, dtype)
+        stride = [int(np.prod(shape[i + 1 :])) for i in range(len(shape))]
+        keys[name] = checked_tensor(kind, shape, stride, 0, Block(name, 8 * int(np.prod(shape)), offset=0))
+    with pytest.raises(SourceError, match=words):
+        record_of("speculators-arrow", build_layers, keys, "hs_0.safetensors", Hints())
+
+
+def test_extras_are_bounded_whatever_refers_to_them_how_often(tmp_path: Path) -> None:
+    numbers, text = [0] * 6000, "x" * 60_000
+    path = _saved(
+        tmp_path,
+        **listed(4),
+        **{f"n{i}": [numbers] for i in range(300)},
+        texts=[text] * 5000,
+        keys=[{text: 1}] * 5000,
+        small="kept",
+    )
+    found = described(path)
+    assert len([name for name in found.extras if name.startswith("n")]) <= 17
+    assert len(pickle.dumps(dict(found.extras))) < 1 << 20
+    left = dict(found.left_out)
+    assert len(left) + len(found.extras) == 303
+    assert "more than 100000 values" in left["n299"]
+    alone = described(_saved(tmp_path, **listed(4), texts=[text] * 5000, small="kept"))
+    assert (dict(alone.extras), [name for name, _ in alone.left_out]) == ({"small": "kept"}, ["texts"])
+
+
+def test_long_names_are_left_out_not_cut(tmp_path: Path) -> None:
+    long = "k" * 250
+    found = described(_saved(tmp_path, **listed(4), **{long + "1": 1, long + "2": torch.tensor(2)}))
+    assert not found.extras
+    assert [why for _, why in found.left_out] == ["its name has 251 characters, at most 200 are kept"] * 2
+
+
+def test_a_number_that_json_lacks_is_named(tmp_path: Path) -> None:
+    sample = described(_saved(tmp_path, **listed(4), loss=torch.tensor(float("nan"))))
+    with open_sample(sample) as opened, pytest.raises(SourceError, match="loss is nan"):
+        opened.extras()
+
+
 def test_sidecars_by_content(tmp_path: Path) -> None:
     assert describe_file(_saved(tmp_path, d2t=torch.arange(4), t2d=torch.ones(9).bool())).sidecar == "vocabulary map"
     torch.save({5: 2, 7: 1}, tmp_path / "counts.pt")
@@ -129,8 +199,6 @@ def test_sidecars_by_content(tmp_path: Path) -> None:
 
 
 def test_a_sample_is_small_and_picklable(tmp_path: Path) -> None:
-    import pickle
-
     path = _saved(tmp_path, **listed(2000))
     sample = described(path)
     assert pickle.loads(pickle.dumps(sample)) == sample

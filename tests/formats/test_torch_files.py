@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
+import os
 import pickle
 import struct
 import subprocess
@@ -17,7 +19,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from hsloader.errors import SourceError  # noqa: E402
+from hsloader.formats.gz import read_zip_head  # noqa: E402
+from hsloader.formats.pickle_reader import MAX_PICKLE  # noqa: E402
 from hsloader.formats.source import open_sample  # noqa: E402
+from hsloader.formats.torch_legacy import LEGACY_MAGIC, read_torch_legacy  # noqa: E402
 from tests.formats.making import (  # noqa: E402
     HIDDEN,
     bits_of,
@@ -386,3 +391,73 @@ def test_a_negated_view_is_not_taken_for_its_bytes(tmp_path: Path) -> None:
     imaginary = torch.view_as_complex(torch.rand(8, HIDDEN, 2)).conj().imag
     assert imaginary.is_neg()
     assert "negated" in _refused(tmp_path / "data_0.pt", saved({**listed(8, 1), "hidden_states": [imaginary]}))
+
+
+def _nested(kind: type, depth: int = 100) -> Any:
+    """A value of ``depth`` pairs, each twice in the next: small as a pickle, without end as text or as a hash."""
+    value = kind()
+    for _ in range(depth):
+        value = kind((value, value))
+    return value
+
+
+@pytest.mark.parametrize(
+    ("protocol", "keys", "words"),
+    [
+        (_nested(list), [], "legacy torch file of protocol a list"),
+        (1001, [[1]], "list of storages"),
+        (1001, [_nested(tuple)], "list of storages"),
+        (1001, {"0": 1}, "list of storages"),
+    ],
+)
+def test_legacy_headers_of_odd_values(tmp_path: Path, protocol: object, keys: object, words: str) -> None:
+    system = {"protocol_version": 1001, "little_endian": True, "type_sizes": {}}
+    body = b"".join(pickle.dumps(value, 2) for value in (protocol, system, {"a": 1}, keys))
+    assert words in _refused(tmp_path / "data_0.pt", LEGACY_MAGIC + body)
+
+
+def test_a_storage_of_a_nested_number_of_elements(tmp_path: Path) -> None:
+    place = b"X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpu"
+    body = b"\x80\x02(" + place + pickle.dumps(_nested(list), 2)[2:-1] + b"tQ."
+    data = edited(saved(listed()), lambda e: {**e, "data": body} if e["name"].endswith("data.pkl") else e)
+    assert "storage 0 claims a list elements" in _refused(tmp_path / "data_0.pt", data)
+
+
+@pytest.mark.parametrize("form", ["legacy", "gzip"])
+def test_no_more_is_looked_at_than_a_pickle_may_have(form: str) -> None:
+    asked: list[int] = []
+
+    class Endless:
+        def first(self, count: int) -> bytes:
+            asked.append(count)
+            return (start + b"\x80\x02\x8e" + struct.pack("<Q", 1 << 40)).ljust(count, b"x")[:count]
+
+    if form == "legacy":
+        start = LEGACY_MAGIC + pickle.dumps(1001, 2) + pickle.dumps({"little_endian": True}, 2)
+        with pytest.raises(SourceError, match="truncated"):
+            read_torch_legacy(Endless(), "data_0.pt", None, 0)
+    else:
+        start = struct.pack("<4sHHHHHIIIHH", b"PK\x03\x04", 20, 0, 0, 0, 0, 0, 0, 0, 8, 0) + b"data.pkl"
+        with pytest.raises(SourceError, match="truncated"):
+            read_zip_head(Endless(), "data_0.pt.gz")
+    assert max(asked) <= MAX_PICKLE + len(start)
+
+
+@pytest.mark.parametrize("form", ["zip", "gzip"])
+def test_a_disk_that_cannot_read_is_the_samples_matter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    data = saved(listed(2000))
+    path = tmp_path / "data_0.pt"
+    path.write_bytes(gzip.compress(data, 0) if form == "gzip" else data)
+    sample = described(path)
+    pread = os.pread
+
+    def broken(fd: int, size: int, offset: int) -> bytes:
+        if 20_000 < offset < len(data) - 10_000:  # behind what planning reads; of a record its local header
+            raise OSError(errno.EIO, "Input/output error")
+        return pread(fd, size, offset)
+
+    monkeypatch.setattr(os, "pread", broken)
+    with pytest.raises(SourceError, match="Input/output error"):
+        read(sample)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import io
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ torch = pytest.importorskip("torch")
 
 from hsloader.formats.source import SampleSource, open_sample  # noqa: E402
 from hsloader.formats.survey import survey  # noqa: E402
-from hsloader.formats.writing import WRITABLE, file_name, sample_writer  # noqa: E402
+from hsloader.formats.writing import WRITABLE, file_name, publish, sample_writer  # noqa: E402
 from hsloader.store.fields import Field  # noqa: E402
 from tests.formats.making import HIDDEN, bits_of, listed, states  # noqa: E402
 from tests.shared_data import SHARED, needs_shared  # noqa: E402
@@ -149,3 +151,62 @@ def test_names_that_are_taken_or_too_long(tmp_path: Path) -> None:
         pair = {**values, "last_hidden_state": values["hidden_states"][:, 0]}
         both = {**fields, "last_hidden_state": Field(name="last_hidden_state", dtype="float32", shape=(HIDDEN,))}
         assert writer.write(longest, pair, both, {}) == longest
+
+
+def _made(name: str, dtype: str, *shape: int, **more: Any) -> tuple[Field, np.ndarray[Any, Any]]:
+    field = Field(name=name, dtype=dtype, shape=shape, **more)
+    return field, np.ones((4, *shape), field.type.bits)
+
+
+@pytest.mark.parametrize(
+    ("layout", "made", "words"),
+    [
+        ("speculators-list", [_made("hidden_states", "float32", 3, 48)], "needs last_hidden_state, which"),
+        ("speculators-arrow", [_made("hidden_states", "float32", 3, 48)], "needs last_hidden_state, which"),
+        ("speculators-pair", [_made("last_hidden_state", "float32", 48)], "needs hidden_states, which"),
+        ("specforge-dspark", [_made("last_hidden_state", "float32", 48)], "needs hidden_states, which"),
+        ("specforge-dflash", [_made("last_hidden_state", "float32", 48)], "needs hidden_states, which"),
+        ("speculators-list", [_made("hidden_states", "float32", 144)], r"layers, hidden size.*has it as \[4, 144\]"),
+        ("speculators-arrow", [_made("hidden_states", "float32", 144)], r"layers, hidden size.*has it as \[4, 144\]"),
+        ("speculators-arrow", [_made("hidden_states", "bfloat16", 3, 48)], "one dtype and hidden size"),
+        ("speculators-arrow", [_made("hidden_states", "float32", 3, 40)], "one dtype and hidden size"),
+        ("speculators-arrow", [_made("last_hidden_state", "float32", 48)], "needs input_ids, which"),
+        ("speculators-list", [_made("hidden_states", "float8_e4m3fn", 3, 48, scale="s")], "speculators-arrow"),
+    ],
+)
+def test_layouts_that_cannot_hold_the_states(tmp_path: Path, layout: str, made: list[Any], words: str) -> None:
+    if "last_hidden_state" not in words and made[0][0].name != "last_hidden_state":
+        made = [*made, _made("last_hidden_state", "float32", 48)]
+    if "input_ids" not in words:
+        made = [*made, _made("input_ids", "int32")]
+    fields, values = {f.name: f for f, _ in made}, {f.name: v for f, v in made}
+    if layout == "speculators-arrow":
+        pytest.importorskip("pyarrow")
+    with pytest.raises(ValueError, match=words), sample_writer(layout, tmp_path) as writer:
+        writer.write("data_0.pt", values, fields, {})
+    assert not list(tmp_path.rglob("*.*"))
+
+
+def test_fields_of_their_own_are_written_in_their_order(tmp_path: Path) -> None:
+    made = [_made("last_hidden_state", "float32", 48), _made("input_ids", "int32")]
+    made += [_made(f"extra_{i}", "int16", 2) for i in (5, 3, 1, 4, 2)]
+    fields, values = {f.name: f for f, _ in made}, {f.name: v for f, v in made}
+    with sample_writer("speculators-list", tmp_path) as writer:
+        writer.write("data_0.pt", values, fields, {})
+    assert list(_load(tmp_path / "data_0.pt"))[-5:] == [f"extra_{i}" for i in (5, 3, 1, 4, 2)]
+    pytest.importorskip("pyarrow")
+    with sample_writer("speculators-arrow", tmp_path / "arrow") as writer:
+        writer.write("data_0.pt", values, fields, {})
+    (sample,) = survey(tmp_path / "arrow").samples
+    assert {s.name for s in sample.specs} == {*fields, "loss_mask"}
+
+
+def test_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_link(*paths: object) -> None:
+        raise OSError(errno.EPERM, "no hard links here")
+
+    monkeypatch.setattr(os, "link", no_link)
+    publish(tmp_path / "a", b"one")
+    with pytest.raises(FileExistsError):
+        publish(tmp_path / "a", b"two")
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {"a": b"one"}

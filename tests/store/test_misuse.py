@@ -94,7 +94,7 @@ def test_samples_are_refused_by_name_and_the_writer_goes_on(tmp_path: Path, samp
     assert hsloader.verify(tmp_path / "d").ok
 
 
-NAMES = ("", " ", "a\nb", "\0", "\udce9.pt", "\N{SNOWMAN}", "x" * 10_000, "000000#1")
+NAMES = (" ", "a\nb", "...", "a/..b#2", "\udce9.pt", "\N{SNOWMAN}", "x" * 10_000, "000000#1")
 EXTRAS: tuple[dict[str, Any], ...] = (
     {"\udc80": "\ud800\n"},
     {"x": [None, True, -0.0, 1e300, 2**200]},
@@ -111,6 +111,17 @@ def test_odd_names_and_extras_come_back(tmp_path: Path) -> None:
         assert tuple(ds.name(i) for i in range(len(ds))) == NAMES
         assert [ds.extras(i) for i in range(len(ds))] == [EXTRAS[i % len(EXTRAS)] for i in range(len(NAMES))]
     assert hsloader.verify(tmp_path / "d").ok
+
+
+@pytest.mark.parametrize("name", ["", ".", "/", "/e", "../e", "a/../e", "a/..", "a\0b"])
+def test_names_that_no_exported_file_could_have(tmp_path: Path, name: str) -> None:
+    with hsloader.Writer(tmp_path / "d") as writer:
+        with pytest.raises(ValueError, match="is no path below a folder"):
+            writer.append(name=name, x=[1])
+        assert writer.fields is None
+        writer.append(name="e", x=[1])
+    with hsloader.open_dataset(tmp_path / "d") as ds:
+        assert [ds.name(i) for i in range(len(ds))] == ["e"]
 
 
 @pytest.mark.parametrize("place", ["d\udcff\udc80", "d\n\N{SNOWMAN}", "link"])
