@@ -145,7 +145,9 @@ class Parent:
         """Whether the parent process has ended."""
         if self.pidfd is None:
             return os.getppid() != self._pid
-        return bool(select.select([self.pidfd], [], [], 0)[0])
+        poller = select.poll()  # select() refuses descriptors from 1024 on, and a child's have its parent's numbers
+        poller.register(self.pidfd, select.POLLIN)
+        return bool(poller.poll(0))
 
     def leave_with_it(self) -> None:
         """Start a daemon thread that ends this process at once when the parent ends or hangs up."""
@@ -181,9 +183,11 @@ def launch(
     if problem:
         raise LaunchUnavailableError(problem)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    log = _log_file(name)
+    log = -1
     own_pidfd = _pidfd(os.getpid())
+    child = None
     try:
+        log = _log_file(name)
         spec = {
             "path": _search_path(),
             "entry": entry,
@@ -205,12 +209,18 @@ def launch(
                 pass_fds=passed,
                 env={**variables, **(environment or {})},
             )
-            return Child(process, ours, log, name)
+            child = Child(process, ours, log, name)
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)  # here ctrl-C arrives that was typed meanwhile
+        return child
     except BaseException:
-        ours.close()
-        os.close(log)
+        if child is not None:
+            child.kill()
+            child.close()
+        else:
+            ours.close()
+            if log >= 0:
+                os.close(log)
         raise
     finally:
         theirs.close()
@@ -259,12 +269,18 @@ def _search_path() -> list[str]:
     """The parent's import path without its working directory, and with the folder that holds this package.
 
     Editable installs by import hook do not survive ``-S``; a stray ``random.py`` beside the user's data would
-    otherwise be imported by the child.
+    otherwise be imported by the child.  Where this package lies in the working directory, it comes before another
+    that is installed, so that the child runs the same one.
     """
     try:
         here = str(Path.cwd())
     except FileNotFoundError:  # the working directory was deleted under us
         here = ""
-    path = [p for p in sys.path if p and os.path.abspath(p) != here]
+    # Whatever is no string (a Path, by mistake) the import system passes over, and so must we.
+    path = [p for p in sys.path if p and isinstance(p, str) and os.path.abspath(p) != here]
     package = str(Path(__file__).resolve().parent.parent)
-    return path if package in path else [*path, package]
+    if package in path:
+        return path
+    others = (at for at, p in enumerate(path) if Path(p, "hsloader", "__init__.py").is_file())
+    path.insert(next(others, len(path)), package)
+    return path

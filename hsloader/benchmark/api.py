@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -12,13 +13,15 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from hsloader._launch import LaunchUnavailableError
 from hsloader.benchmark.decoding import Frames, frames_of, measure_decoding, thread_counts
 from hsloader.benchmark.disk import RawData, data_files, measure_disk, plan_disk
 from hsloader.benchmark.machine import describe_machine
-from hsloader.benchmark.pipeline import drop_dataset, make_batches, measure_pipeline
+from hsloader.benchmark.pipeline import Batches, drop_dataset, make_batches, measure_pipeline
+from hsloader.benchmark.residency import is_told
 from hsloader.benchmark.results import BenchReport, Measurement, Need
 from hsloader.benchmark.samples import copy_files, synthetic_dataset
-from hsloader.benchmark.scratch import ScratchFile, ScratchFolder, free_bytes, writable
+from hsloader.benchmark.scratch import ScratchFile, ScratchFolder, free_bytes, scratch_place, writable
 from hsloader.benchmark.stock import measure_stock
 from hsloader.benchmark.timing import Deadline
 from hsloader.benchmark.transfer import gpu_problem, measure_pipeline_to_gpu, measure_transfer
@@ -30,6 +33,7 @@ from hsloader.reader.limits import cpu_share, memory_available, memory_total
 from hsloader.reader.modes import file_system, supports_direct
 from hsloader.reader.options import Mode
 from hsloader.store.dataset import Dataset, open_dataset
+from hsloader.store.manifest import MANIFEST_NAME
 
 __all__ = ["BenchProgress", "bench"]
 
@@ -40,6 +44,8 @@ _FRAME_BYTES = 48 * _MIB
 _LEAST_SCRATCH = 16 * _MIB
 _RATIO = 1.45  # of bf16 states, before any was seen
 _TOKENS = 1024  # of a synthetic sample
+_MOST_THREADS = 256  # that ReadOptions takes
+_TORCH_FILES = (".pt", ".pth", ".ckpt")  # what the stock way can load
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +79,7 @@ def bench(
 
     What training needs: ``tokens_per_second`` of one GPU, or ``step_ms`` with ``tokens_per_step``; ``gpus`` of them
     share this machine.  ``seconds`` (about) and ``scratch_bytes`` (per kind of scratch, and read from the disk by one
-    measurement) bound the run; ``threads`` bounds the decode threads (default: the cores there are).
+    measurement) bound the run; ``threads`` (1 to 256) bounds the decode threads (default: the cores there are).
 
     Nothing is left behind: scratch files lie in ``path`` (or beside the producers' files) until the run ends.  Pages
     of the page cache are dropped of scratch files only, and of the dataset's own files if ``drop_cache`` asks for it.
@@ -81,12 +87,16 @@ def bench(
     a path that is none of the three, ``DatasetError`` for a damaged dataset.
     """
     place = Path(path)
+    _above_zero(tokens_per_second=tokens_per_second, step_ms=step_ms, seconds=seconds)
+    for name, value, least, most in (
+        ("tokens_per_step", tokens_per_step, 1, None),
+        ("gpus", gpus, 1, None),
+        ("scratch_bytes", scratch_bytes, _LEAST_SCRATCH, None),
+        ("threads", threads, 1, _MOST_THREADS),
+        ("hidden_size", hidden_size, 1, None),
+    ):
+        _within(name, value, least, most)
     need_rate = _tokens_a_second(tokens_per_second, step_ms, tokens_per_step)
-    if gpus < 1 or seconds <= 0 or scratch_bytes < _LEAST_SCRATCH or hidden_size < 1:
-        raise ValueError(
-            f"expected gpus >= 1, seconds > 0, scratch_bytes >= {_LEAST_SCRATCH:,} and hidden_size >= 1; found "
-            f"{gpus}, {seconds}, {scratch_bytes:,} and {hidden_size}"
-        )
     if not place.exists():
         raise FileNotFoundError(f"{place}: there is nothing to measure; give a dataset or a folder on the disk")
     with contextlib.ExitStack() as stack:
@@ -94,12 +104,24 @@ def bench(
             place,
             seconds,
             scratch_bytes,
-            threads=threads or cpu_share(1),
+            threads=threads or min(cpu_share(1), _MOST_THREADS),
             drop_cache=drop_cache,
             stack=stack,
             progress=progress,
         )
         return run.all(need_rate, tokens_per_step, gpus, hidden_size)
+
+
+def _above_zero(**values: float | None) -> None:
+    for name, value in values.items():
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name}={value}: expected a number above 0")
+
+
+def _within(name: str, value: int | None, least: int, most: int | None) -> None:
+    if value is not None and (value < least or (most is not None and value > most)):
+        bounds = f"at least {least:,}" if most is None else f"{least} to {most}"
+        raise ValueError(f"{name}={value}: expected {bounds}")
 
 
 def _tokens_a_second(rate: float | None, step_ms: float | None, tokens: int | None) -> float | None:
@@ -108,9 +130,7 @@ def _tokens_a_second(rate: float | None, step_ms: float | None, tokens: int | No
     if step_ms is not None:
         if tokens is None:
             raise ValueError("step_ms needs tokens_per_step: the tokens of one step on one GPU")
-        rate = tokens / (step_ms / 1e3) if step_ms > 0 else 0.0
-    if (rate is not None and rate <= 0) or (tokens is not None and tokens < 1):
-        raise ValueError(f"expected positive numbers for what training needs, found {rate} tokens/s, {tokens} a step")
+        rate = tokens / (step_ms / 1e3)
     return rate
 
 
@@ -195,21 +215,24 @@ class _Run:
     # What there is to read.
 
     def _source_files(self) -> list[Path]:
-        if (self._path / "manifest.json").exists():
+        if (self._path / MANIFEST_NAME).exists():
             return []
         return [Path(file.path) for file in discover(str(self._path)).files if not file.lock]
 
     def _dataset(self, files: list[Path], hidden_size: int) -> tuple[Dataset | None, str]:
         """The dataset to read, and what PATH is in words."""
-        if (self._path / "manifest.json").exists():
+        if (self._path / MANIFEST_NAME).exists():
             dataset = self._stack.enter_context(open_dataset(self._path))
             return dataset, f"a dataset of {len(dataset):,} samples, {dataset.manifest.tokens:,} tokens"
         subject = f"a folder of {len(files):,} sample files" if files else "a folder to write to"
-        folder = next((f for f in (self._path.parent, self._path) if files and writable(f)), self._path)
-        if not writable(folder):
-            if not files:
-                raise ValueError(f"{self._path}: no dataset, no sample files, and not a folder that can be written")
-            self._notes.append(f"{folder} cannot be written: no scratch dataset, so decoding was not measured")
+        if not files and not writable(self._path):
+            raise ValueError(f"{self._path}: no dataset, no sample files, and not a folder that can be written")
+        folder = scratch_place(self._path, beside=bool(files))
+        if folder is None:
+            self._notes.append(
+                f"neither {self._path} nor the folder around it can be written, on this disk: no scratch dataset, so "
+                "decoding was not measured"
+            )
             return None, subject
         if free_bytes(folder) < 4 * self._most:
             self._notes.append(
@@ -242,6 +265,12 @@ class _Run:
         self._tell("scratch", "copying sample files")
         (scratch / "files").mkdir()
         self._copies = copy_files(files, scratch / "files", self._most // 2, self._until(0.12))
+        if not self._copies:
+            self._notes.append(
+                f"every sample file is larger than the scratch of {self._most:,} bytes: none was loaded or converted "
+                "(give a larger scratch_bytes)"
+            )
+            return None
         self._tell("scratch", "converting them")
         try:
             convert(scratch / "files", scratch / "data.hs", read_back=False)
@@ -281,7 +310,7 @@ class _Run:
         if found is not None:
             self._stack.callback(found.close)
             return found
-        folder = next((f for f in (self._path, self._path.parent) if writable(f)), None)
+        folder = scratch_place(self._path, beside=False)
         if folder is None or free_bytes(folder) < 4 * self._most:
             self._notes.append(
                 f"the disk was not measured alone: {self._path} has too few bytes that are not in memory, and a "
@@ -299,10 +328,14 @@ class _Run:
         self._found += measure_decoding(frames, counts, self._until(0.48), progress=tell)
 
     def _stock(self) -> None:
+        files = [file for file in self._copies if file.suffix in _TORCH_FILES]
+        if not files:
+            self._notes.append(f"the stock way was not measured: torch.load reads {', '.join(_TORCH_FILES)}")
+            return
         tell = lambda name: self._tell("stock", name)  # noqa: E731
         try:
-            self._found += measure_stock(self._copies, self._until(0.72).left, may_drop=True, progress=tell)
-        except (OSError, TimeoutError) as error:
+            self._found += measure_stock(files, self._until(0.72).left, may_drop=True, progress=tell)
+        except (OSError, LaunchUnavailableError) as error:
             self._notes.append(f"the stock way was not measured: {str(error).splitlines()[-1]}")
 
     def _pipeline(self, dataset: Dataset, batch_bytes: int) -> None:
@@ -324,7 +357,12 @@ class _Run:
             seconds = deadline.share(2.5, steps - number)
             self._pipe(dataset, group, batch_bytes, seconds, mode=mode, threads=self._threads)
         first = self._found[-len(modes)]
-        if first.state != "cold" and not may_drop:
+        if not _cache_is_told(dataset):
+            self._notes.append(
+                "the dataset belongs to another user, so the kernel does not tell whether its pages are in memory: the "
+                "pipeline's lines may be of the disk or of the page cache"
+            )
+        elif first.state != "cold" and not may_drop:
             self._notes.append(
                 "the samples were in the page cache: reading them from the disk was not measured in the pipeline "
                 "(drop_cache lets the benchmark drop the dataset's own pages)"
@@ -347,9 +385,7 @@ class _Run:
     ) -> None:
         name = f"{mode}, {threads} thread{'s' if threads > 1 else ''}"
         self._tell("pipeline", name)
-        width = sum(field.row_bytes for field in dataset.fields.values())
-        size = min(batch_bytes, int(dataset.lengths[samples].sum()) * width // _BATCHES)
-        batches = make_batches(dataset, samples, size)
+        batches = _batches(dataset, samples, batch_bytes)
         self._found.append(measure_pipeline(dataset, batches, seconds, mode=mode, threads=threads, name=name))
 
     def _at_most(self, dataset: Dataset, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -365,13 +401,17 @@ class _Run:
             return
         tell = lambda name: self._tell("transfer", name)  # noqa: E731
         deadline = self._until(1.0)
-        self._found += measure_transfer(deadline, progress=tell)
-        if dataset is not None and len(dataset):
-            self._tell("pipeline", "into GPU memory")
-            group = self._at_most(dataset, np.arange(len(dataset), dtype=np.int64))
-            options = recommend(self._found, rates_of(self._found, 1.0, in_memory=True), None)
-            batches = make_batches(dataset, group, batch_bytes)
-            self._found.append(measure_pipeline_to_gpu(dataset, batches, deadline.share(2.0), options))
+        try:
+            self._found += measure_transfer(deadline, progress=tell)
+            if dataset is not None and len(dataset):
+                self._tell("pipeline", "into GPU memory")
+                group = self._at_most(dataset, np.arange(len(dataset), dtype=np.int64))
+                options = recommend(self._found, rates_of(self._found, 1.0, in_memory=True), None)
+                batches = _batches(dataset, group, batch_bytes)
+                self._found.append(measure_pipeline_to_gpu(dataset, batches, deadline.share(2.0), options))
+        except RuntimeError as error:  # what torch raises where another process has the GPU or its memory
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            self._notes.append(f"copies to the GPU were not measured to the end: {reason}")
 
 
 def _shards(dataset: Dataset) -> Iterator[Path]:
@@ -380,6 +420,18 @@ def _shards(dataset: Dataset) -> Iterator[Path]:
     for segment in dataset.segments:
         array = segment.array(name)
         yield from (array.shard_path(shard) for shard in range(array.shards))
+
+
+def _batches(dataset: Dataset, samples: npt.NDArray[np.int64], batch_bytes: int) -> Batches:
+    """Batches of the size that training has, or of less where there would be too few of them."""
+    width = sum(field.row_bytes for field in dataset.fields.values())
+    size = min(batch_bytes, int(dataset.lengths[samples].sum()) * width // _BATCHES)
+    return make_batches(dataset, samples, size)
+
+
+def _cache_is_told(dataset: Dataset) -> bool:
+    with next(_shards(dataset)).open("rb") as shard:
+        return is_told(shard.fileno())
 
 
 def _ratio(dataset: Dataset | None, frames: Frames | None) -> float:

@@ -3,7 +3,7 @@
 The files are a nameless scratch file, which may be dropped from the page cache before each measurement, or the data
 at PATH themselves where enough of them is on the disk only; then each measurement reads bytes that none before it
 read. Whether the disk was truly asked is checked twice: the page cache before (mincore), the kernel's count of bytes
-fetched from storage after.
+fetched from storage after. The count is of block devices: on file systems of servers and FUSE it says nothing.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from hsloader.benchmark.residency import drop, read_from_disk, resident_share, s
 from hsloader.benchmark.results import Measurement, State
 from hsloader.benchmark.scratch import ScratchFile
 from hsloader.benchmark.timing import Deadline, run_threads
+from hsloader.reader.modes import file_system
 
 __all__ = ["DiskPlan", "RawData", "data_files", "measure_disk", "plan_disk"]
 
@@ -61,7 +62,10 @@ def plan_disk(unit: int, *, direct: bool) -> list[DiskPlan]:
 
 
 class RawData:
-    """Bytes to read: open files as one space. ``may_drop``: their pages may be dropped, as they are ours."""
+    """Bytes to read: open files as one space. ``may_drop``: their pages may be dropped, as they are ours.
+
+    ``counted``: the kernel counts what it fetches of them.
+    """
 
     def __init__(self, files: Sequence[tuple[int, int, int]], what: str, *, may_drop: bool) -> None:
         self._files = list(files)  # descriptor, O_DIRECT descriptor or -1, size
@@ -69,6 +73,7 @@ class RawData:
         self.may_drop = may_drop
         self.direct = all(direct >= 0 for _, direct, _ in self._files)
         self.size = sum(size for _, _, size in self._files)
+        self.counted = all(file_system(f"/proc/self/fd/{fd}")[1] for fd, _, _ in self._files[:1])
         self._used = 0
 
     @classmethod
@@ -199,7 +204,7 @@ def _measure(data: RawData, plan: DiskPlan, most: int, seconds: float) -> Measur
     before = read_from_disk()
     timed = run_threads(step, plan.depth, seconds)
     after = read_from_disk()
-    fetched = None if before is None or after is None else after - before
+    fetched = None if before is None or after is None or not data.counted else after - before
     from_memory = (
         not warm and timed.size > 0 and (resident > 0.5 or (fetched is not None and fetched < timed.size // 2))
     )

@@ -6,6 +6,7 @@ import base64
 import html
 import importlib
 import io
+import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -152,7 +153,7 @@ def _draw_limits(report: BenchReport, axes: Any) -> None:
     rows = _limits(report)[::-1]
     # A bus of 50 GB/s would press all others into the axis: it is cut off and its number told.
     others = [value for name, value, _ in rows if not name.startswith("transfer")]
-    most = 1.6 * max([*others, report.need.total if report.need else 0.0])
+    most = 1.6 * max([*others, report.need.total if report.need else 0.0]) or math.inf
     names = [name.removesuffix(", GB/s") for name, _, _ in rows]
     axes.barh(
         names, [min(value, most) / 1e9 for _, value, _ in rows], color=[colour for *_, colour in rows], height=0.6

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hsloader.benchmark.residency import drop, resident_share, state_of
+from hsloader.benchmark.residency import drop, is_told, resident_share, state_of
 from hsloader.benchmark.results import Measurement, State
 from hsloader.benchmark.timing import process_cpu
+from hsloader.errors import HsloaderError
 from hsloader.reader.client import FeederClient
 from hsloader.reader.counters import FeederCounter
 from hsloader.reader.limits import memory_available
@@ -73,10 +74,13 @@ def _pieces(group: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], fields
 
 
 def budget_for(slot_bytes: int) -> int:
-    """Bytes of a ring of four slots; ``ValueError`` if the memory for it is not there."""
+    """Bytes of a ring of four slots; ``HsloaderError`` if the memory for it is not there."""
     size = -(-slot_bytes // (2 << 20)) * (2 << 20)
     if _SLOTS * size > memory_available() // 2:
-        raise ValueError(f"a ring of {_SLOTS} batches of {slot_bytes:,} bytes is more than half of the memory left")
+        raise HsloaderError(
+            f"a ring of {_SLOTS} batches of {slot_bytes:,} bytes is more than half of the memory left; give a smaller "
+            "tokens_per_step"
+        )
     return _SLOTS * size
 
 
@@ -205,11 +209,12 @@ def _state(dataset: Dataset, batches: Batches, looked_at: int = 32) -> State:
     """What the page cache holds of the samples (of at most ``looked_at`` of them)."""
     samples = np.concatenate(list(batches.samples))
     some = samples[np.linspace(0, len(samples) - 1, min(len(samples), looked_at)).astype(np.int64)]
-    shares = [
-        resident_share(fd, start, stop)
-        for sample in some.tolist()
-        for fd, start, stop in _shard_ranges(dataset, sample)
-    ]
+    shares = []
+    for sample in some.tolist():
+        for fd, start, stop in _shard_ranges(dataset, sample):
+            if not is_told(fd):
+                return "mixed"
+            shares.append(resident_share(fd, start, stop))
     found = state_of(sum(shares) / max(1, len(shares)))
     return "cold" if found == "cold" else "warm" if found == "warm" else "mixed"
 

@@ -8,7 +8,7 @@ import os
 
 import numpy as np
 
-__all__ = ["drop", "read_from_disk", "resident_share", "state_of"]
+__all__ = ["drop", "is_told", "read_from_disk", "resident_share", "state_of"]
 
 _PAGE = mmap.PAGESIZE
 _STEP = 1 << 30  # bytes of a file that are looked at in one call
@@ -20,15 +20,18 @@ _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 def resident_share(fd: int, start: int = 0, stop: int | None = None) -> float:
     """The share of the pages of bytes ``start:stop`` of a file that are in the page cache; 0 for no bytes.
 
-    Reads no page: mincore(2) on a map that nobody touches. For files of others, which the kernel may not tell about,
-    it answers "all".
+    Reads no page: mincore(2) on a map that nobody touches. Where it is not told (``is_told``) the answer is "all"; of
+    a file system that has no maps, and so no page cache, it is "none".
     """
     stop = os.fstat(fd).st_size if stop is None else stop
     first = start // _PAGE * _PAGE
     pages = held = 0
     while first < stop:
         size = min(_STEP, stop - first)
-        memory = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=first)
+        try:
+            memory = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=first)
+        except OSError:
+            return 0.0
         view = np.frombuffer(memory, np.uint8)
         flags = np.zeros(-(-size // _PAGE), np.uint8)
         if _libc.mincore(view.ctypes.data, size, flags.ctypes.data) != 0:
@@ -40,6 +43,11 @@ def resident_share(fd: int, start: int = 0, stop: int | None = None) -> float:
         del view
         memory.close()
     return held / pages if pages else 0.0
+
+
+def is_told(fd: int) -> bool:
+    """Whether the kernel tells this process what it holds of a file: it tells the owner, and who may write to it."""
+    return os.geteuid() in (0, os.fstat(fd).st_uid) or os.access(f"/proc/self/fd/{fd}", os.W_OK)
 
 
 def drop(fd: int) -> None:

@@ -14,7 +14,8 @@ __all__ = ["BenchReport", "Measurement", "Need", "Part", "State", "Verdict"]
 
 Part = Literal["disk", "decode", "pipeline", "transfer", "stock"]
 
-# What the page cache held of the bytes before they were read; "" where no file was read.
+# What the page cache held of the bytes before they were read ("mixed" also where the kernel does not tell); "" where no
+# file was read.
 State = Literal["cold", "warm", "mixed", ""]
 
 
@@ -69,7 +70,7 @@ class Need:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What bounds the run. ``bound``: ``"disk"``, ``"decode"``, ``"transfer"``, ``"pipeline"`` or ``"trainer"``.
+    """What bounds the run. ``bound``: ``"disk"``, ``"decode"``, ``"transfer"`` or ``"pipeline"``.
 
     ``deliverable``: decoded bytes a second that this machine can deliver; ``headspace``: over what training needs,
     None if that was not said.
@@ -86,8 +87,8 @@ class Verdict:
 class BenchReport:
     """All that one run of ``hsloader.bench`` found.
 
-    ``subject``: what PATH was; ``machine``: what it ran on; ``ratio``: decoded over stored bytes of the frames that
-    were used; ``notes``: what could not be measured, and why.
+    ``subject``: what PATH was; ``machine``: what it ran on; ``ratio``: decoded over stored bytes of the dataset
+    that was used; ``notes``: what could not be measured, and why.
     """
 
     path: str

@@ -66,12 +66,15 @@ def synthetic_dataset(
 def copy_files(files: Sequence[Path], folder: Path, most: int, deadline: Deadline) -> list[Path]:
     """Copy files into ``folder`` until ``most`` bytes or the deadline (at least one), durable, each in its own folder.
 
-    Their settings file goes with them, so that what is told there is known of the copies too.
+    Files of more than twice ``most`` are passed over; if all are, nothing is copied.  Their settings file goes with
+    them, so that what is told there is known of the copies too.
     """
     copies: list[Path] = []
     size = 0
     for number, file in enumerate(files):
         length = file.stat().st_size
+        if length > 2 * most:
+            continue
         if copies and (size + length > most or deadline.left <= 0):
             break
         target = folder / f"{number:06d}" / file.name

@@ -21,7 +21,7 @@ import numpy as np
 
 from hsloader.benchmark.residency import drop
 
-__all__ = ["ScratchFile", "ScratchFolder", "free_bytes", "writable"]
+__all__ = ["ScratchFile", "ScratchFolder", "free_bytes", "scratch_place", "writable"]
 
 _PREFIX = ".hsloader-bench-"
 _YOUNG_SECONDS = 60.0  # a folder that is younger may not be locked yet
@@ -31,6 +31,17 @@ _BLOCK = 8 << 20
 def writable(folder: Path) -> bool:
     """Whether files can be made in ``folder``."""
     return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+
+
+def scratch_place(path: Path, *, beside: bool) -> Path | None:
+    """A folder that can be written on the file system of ``path``: that itself or the folder around it.
+
+    ``beside`` says which is tried first.  None if neither can; the folder around a mount is another disk.
+    """
+    path = path.resolve()
+    places = (path.parent, path) if beside else (path, path.parent)
+    device = path.stat().st_dev
+    return next((place for place in places if writable(place) and place.stat().st_dev == device), None)
 
 
 def free_bytes(folder: Path) -> int:
@@ -125,12 +136,19 @@ class ScratchFolder:
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Remove folders whose process was killed: they are ours by name, not new, and nobody holds their lock."""
+    """Remove folders whose process was killed: they are ours by name, not new, and nobody holds their lock.
+
+    One without an owner file lost that to a process that was killed while it removed it.
+    """
     for folder in parent.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             if time.time() - folder.stat().st_mtime < _YOUNG_SECONDS:
                 continue
-            owner = os.open(folder / "owner", os.O_RDWR | os.O_CLOEXEC)
+            try:
+                owner = os.open(folder / "owner", os.O_RDWR | os.O_CLOEXEC)
+            except FileNotFoundError:
+                shutil.rmtree(folder, ignore_errors=True)
+                continue
             try:
                 fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)

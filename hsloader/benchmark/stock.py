@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,13 +31,16 @@ def measure_stock(
     """Load ``files`` for each setting of workers and mmap within ``seconds`` (the start of the process, which imports
     torch, is not counted); cold and warm if ``may_drop``: the files are ours.
 
-    ``OSError`` with the child's last words if it dies.
+    A setting that torch refuses (mmap of its old format) is left out. ``OSError`` if it refuses all, and with the
+    child's last words if that dies.
     """
-    child = launch(_ENTRY, args={"files": [str(file) for file in files]}, name="stock loader")
+    child = launch(_ENTRY, name="stock loader")
     try:
-        _ask(child, {}, _START_SECONDS)
+        # Not among the arguments: a command line has no room for thousands of paths.
+        _ask(child, {"files": [str(file) for file in files]}, _START_SECONDS)
         deadline = Deadline(seconds)
         found: list[Measurement] = []
+        refusal = ""
         states = ("cold", "warm") if may_drop else ("warm",)
         plans = [(workers, mapped, state) for workers, mapped in _SETTINGS for state in states]
         for number, (workers, mapped, wanted) in enumerate(plans):
@@ -53,6 +54,9 @@ def measure_stock(
             limit = deadline.share(_MOST_SECONDS, len(plans) - number)
             request = {"workers": workers, "mmap": mapped, "seconds": limit, "again": wanted == "warm"}
             answer = _ask(child, request, limit + _START_SECONDS)
+            if "error" in answer:
+                refusal = answer["error"]
+                continue
             size, elapsed = int(answer["size"]), float(answer["seconds"])
             found.append(
                 Measurement(
@@ -67,6 +71,8 @@ def measure_stock(
                     cpu_seconds_a_gb=float(answer["cpu"]) / (size / 1e9) if size else None,
                 )
             )
+        if refusal and not found:
+            raise OSError(refusal)
         return found
     finally:
         child.close(1.0)
@@ -74,21 +80,21 @@ def measure_stock(
 
 def _ask(child: Child, request: dict[str, Any], seconds: float) -> dict[str, Any]:
     """Send one line, wait for one line."""
-    if request:
-        child.channel.sendall(json.dumps(request).encode() + b"\n")
     data = b""
-    until = time.monotonic() + seconds
-    while not data.endswith(b"\n"):
-        if not select.select([child.channel], [], [], max(0.0, until - time.monotonic()))[0]:
-            raise TimeoutError(f"the stock loader gave no answer for {seconds:.0f} s")
-        more = child.channel.recv(65536)
-        if not more:
-            child.wait(2.0)
-            raise OSError(f"the stock loader ended: {child.ending()}")
-        data += more
+    child.channel.settimeout(seconds)
+    try:
+        child.channel.sendall(json.dumps(request).encode() + b"\n")
+        while not data.endswith(b"\n"):
+            more = child.channel.recv(65536)
+            if not more:
+                raise ConnectionResetError
+            data += more
+    except TimeoutError:
+        raise TimeoutError(f"the stock loader gave no answer for {seconds:.0f} s") from None
+    except ConnectionError:
+        child.wait(2.0)
+        raise OSError(f"the stock loader ended: {child.ending()}") from None
     answer: dict[str, Any] = json.loads(data)
-    if "error" in answer:
-        raise OSError(answer["error"])
     return answer
 
 

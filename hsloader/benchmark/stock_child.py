@@ -97,13 +97,13 @@ def _cpu() -> float:
 
 
 def main(parent: Parent) -> None:
-    """Answer each line of the parent's channel with one measurement."""
+    """Take the files from the first line of the parent's channel, answer each further one with a measurement."""
     # Workers are ended by signals, and ctrl-C is to end this process with its workers.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     torch.set_num_threads(1)
-    files = parent.args["files"]
     with parent.channel.makefile("rwb") as channel:
+        files = json.loads(channel.readline())["files"]
         channel.write(b"{}\n")
         channel.flush()
         for line in channel:

@@ -67,9 +67,9 @@ def run_threads(step: Callable[[int], int], threads: int, seconds: float) -> Tim
             stop.set()
 
     workers = [threading.Thread(target=work, args=(i,), name=f"hsloader-bench-{i}") for i in range(threads)]
-    for worker in workers:
-        worker.start()
     try:
+        for worker in workers:
+            worker.start()
         gate.wait()
         begun, cpu = time.monotonic(), time.process_time()
         for worker in workers:
@@ -78,7 +78,8 @@ def run_threads(step: Callable[[int], int], threads: int, seconds: float) -> Tim
         stop.set()
         gate.abort()
         for worker in workers:
-            worker.join()
+            if worker.ident is not None:  # else it never started: the system has no threads left
+                worker.join()
     ended = time.monotonic()
     if problems:
         raise problems[0]

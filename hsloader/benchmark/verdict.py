@@ -16,14 +16,14 @@ _MARGIN = 1.25  # decoding this much faster than training needs leaves room for 
 _ALIKE = 0.95  # rates this close are the same
 _SHORTFALL = 0.8  # a pipeline below this share of its limit is worth a word
 _HICCUP_SECONDS = 0.5  # of data that the ring should hold, for a disk that pauses
-_DEFAULT_READERS = {"mmap": 8, "pread": 8, "direct": 8}
+_DEFAULT_READERS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
     """What the verdict needs to know, bytes a second; 0 where it was not measured.
 
-    ``disk``: file bytes from the disk.  ``decode``: decoded bytes by number of threads.  ``transfer``: host to device.
+    ``disk``: file bytes from the disk.  ``decode``: decoded bytes by number of threads.  ``transfer``: host to one GPU.
     ``pipeline``: decoded bytes of the best cold run (else the best run).  ``in_memory``: the data fit the memory.
     """
 
@@ -86,13 +86,15 @@ def with_limits(measurements: Sequence[Measurement], rates: Rates) -> list[Measu
 
 def judge(rates: Rates, need: Need | None, options: ReadOptions) -> Verdict:
     """One sentence with the numbers, what bounds, and how much more there is than is needed."""
-    limits = rates.limits
+    limits, gpus = rates.limits, need.gpus if need is not None else 1
+    if "transfer" in limits:
+        limits["transfer"] *= gpus  # each has a link of its own; disk and cores they share
     bound = min(limits, key=lambda name: limits[name], default="disk")
     deliverable = limits.get(bound, 0.0)
     if rates.pipeline and (not limits or (not rates.disk and rates.pipeline < _SHORTFALL * deliverable)):
         bound, deliverable = "pipeline", rates.pipeline
     headspace = deliverable / need.total if need is not None and need.total > 0 else None
-    words = [*_need_words(need), *_limit_words(rates)]
+    words = [*_need_words(need), *_limit_words(rates, gpus)]
     if rates.pipeline and deliverable and rates.pipeline < _SHORTFALL * deliverable and rates.pipeline_cold:
         words.append(f"the pipeline reached {_gb(rates.pipeline)}, {100 * rates.pipeline / deliverable:.0f} % of that")
     if headspace is not None:
@@ -114,7 +116,7 @@ def _need_words(need: Need | None) -> list[str]:
     return [f"you need {_gb(need.a_gpu)} GB/s a GPU{total}"]
 
 
-def _limit_words(rates: Rates) -> list[str]:
+def _limit_words(rates: Rates, gpus: int) -> list[str]:
     words = []
     if rates.disk:
         words.append(f"disk gives {_gb(rates.disk)} x {rates.ratio:.2f} = {_gb(rates.disk * rates.ratio)} GB/s")
@@ -124,7 +126,7 @@ def _limit_words(rates: Rates) -> list[str]:
         threads = max(rates.decode, key=lambda count: rates.decode[count])
         words.append(f"decode {_gb(rates.decode[threads])} with {threads} thread{'s' if threads > 1 else ''}")
     if rates.transfer:
-        words.append(f"transfer {_gb(rates.transfer)}")
+        words.append(f"transfer {_gb(rates.transfer)}{' a GPU' if gpus > 1 else ''}")
     return words
 
 
@@ -187,12 +189,11 @@ def _readers(measurements: Sequence[Measurement], mode: str) -> int | None:
         if m.part == "disk" and m.settings.get("way") == way and m.state == "cold" and not m.from_memory:
             depth = int(m.settings["depth"])
             depths[depth] = max(depths.get(depth, 0.0), m.rate)
-    usual = _DEFAULT_READERS.get(mode, 8)
     if not depths:
         return None
     best = min(depth for depth, rate in depths.items() if rate >= _ALIKE * max(depths.values()))
-    near = [rate for depth, rate in depths.items() if depth <= usual]
-    return best if best > usual and max(near, default=0.0) < 0.9 * depths[best] else None
+    near = [rate for depth, rate in depths.items() if depth <= _DEFAULT_READERS]
+    return best if best > _DEFAULT_READERS and max(near, default=0.0) < 0.9 * depths[best] else None
 
 
 def _prefetch(need: Need | None, batch_bytes: int, memory: int, gpus: int) -> int | None:

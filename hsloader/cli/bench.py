@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
@@ -11,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hsloader.cli import output
-from hsloader.cli.common import FAILED, Json, Quiet, Traceback, clear_errors, parse_size
+from hsloader.cli.common import Json, Quiet, Traceback, clear_errors, parse_size
 from hsloader.cli.progress import ProgressDisplay
+from hsloader.errors import HsloaderError
 
 if TYPE_CHECKING:
     from hsloader.benchmark.api import BenchProgress
@@ -70,16 +73,16 @@ def bench(
 
     Leaves nothing behind, needs no privileges, and drops no page of anybody's files but its own scratch.
     """
-    if report is not None and importlib.util.find_spec("matplotlib") is None:
-        output.line("--report needs matplotlib: pip install hsloader[report]", style="bad", err=True)
-        return FAILED
+    if report is not None:
+        _check_page(report)
     import hsloader
 
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _leave)
-    with ProgressDisplay(quiet=quiet or as_json) as display:
+    measuring = False
+    with _signals_that_clean_up(), ProgressDisplay(quiet=quiet or as_json) as display:
 
         def show(state: BenchProgress) -> None:
+            nonlocal measuring
+            measuring = True
             done = min(state.elapsed, state.seconds)
             display.show("bench", int(done), int(state.seconds), unit="s", rate=0.0, note=f"{state.part}: {state.name}")
 
@@ -98,24 +101,48 @@ def bench(
                 progress=show,
             )
         except ValueError as problem:
-            if traceback:
+            if traceback or measuring:
                 raise
             raise typer.BadParameter(str(problem)) from None
-    if report is not None:
-        found.save(report)
     if as_json:
         output.print_json(found.to_dict())
     else:
-        _print(found, report)
+        _print(found)
+    if report is not None:
+        found.save(report)
+        if not as_json:
+            output.line()
+            output.line(f"the page with plots: {output.printable(report)}")
     return 0
 
 
+def _check_page(page: Path) -> None:
+    """What would keep the page from being written is said before half a minute of measuring, not after."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise HsloaderError("--report needs matplotlib: pip install hsloader[report]")
+    if not page.absolute().parent.is_dir() or page.is_dir():
+        raise HsloaderError(f"--report {page}: expected the name of a file in a folder that is there")
+
+
+@contextlib.contextmanager
+def _signals_that_clean_up() -> Iterator[None]:
+    """A signal that ends the command runs its clean-up first; one that is ignored, as by nohup, stays so."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    ours = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+    for number in ours:
+        signal.signal(number, _leave)
+    try:
+        yield
+    finally:
+        for number, handler in ours.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+
+
 def _leave(number: int, frame: FrameType | None) -> None:
-    """A signal that ends the command runs its clean-up first."""
     raise SystemExit(128 + number)
 
 
-def _print(found: BenchReport, page: Path | None) -> None:
+def _print(found: BenchReport) -> None:
     from hsloader.benchmark.words import HEADINGS, PART_TITLES, cells, machine_text
 
     output.line(f"{output.printable(found.path)}: {found.subject}", style="bold")
@@ -136,6 +163,3 @@ def _print(found: BenchReport, page: Path | None) -> None:
     output.heading("recommended")
     output.line(f"  hsloader.DataLoader(..., read={found.options_python()})")
     output.line(f"  {found.options_json()}")
-    if page is not None:
-        output.line()
-        output.line(f"the page with plots: {output.printable(page)}")

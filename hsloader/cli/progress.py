@@ -149,4 +149,4 @@ def _amount(done: int, total: int, unit: str) -> str:
 def _speed(rate: float, unit: str) -> str:
     if rate <= 0:
         return ""
-    return output.rate_text(rate) if unit == "bytes" else f"{rate:{',.0f' if rate >= 10 else '.1g'}} {unit}/s"
+    return output.rate_text(rate) if unit == "bytes" else f"{rate:{',.0f' if rate >= 9.5 else '.1g'}} {unit}/s"

@@ -33,7 +33,7 @@ class Patience:
         """CPU seconds of calls that came back."""
 
     def ask(self, seconds: float, function: Callable[[], T], default: D) -> T | D:
-        """What ``function`` returns, or ``default``: it raised ``OSError`` or took longer than ``seconds``."""
+        """What ``function`` returns, or ``default``: it was refused (``OSError``) or took longer than ``seconds``."""
         if self._jobs is None:
             self._jobs = SimpleQueue()
             threading.Thread(target=_work, args=(self._jobs,), name="hsloader-look", daemon=True).start()
@@ -59,7 +59,7 @@ def _work(jobs: SimpleQueue[_Job | None]) -> None:
         function, answers = job
         found: list[Any] = []
         began = time.thread_time()
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, OverflowError):  # an address that no file offset can be
             found.append(function())
         answers.put((found, time.thread_time() - began))
 
@@ -107,12 +107,16 @@ class ProcAccess:
         return b"".join(parts).decode("utf-8", "surrogateescape")
 
     def memory_text(self, pid: int, name: str, patience: float = _PATIENCE) -> str | None:
-        """As ``text`` for files that need the process's memory map: cmdline, environ, maps, smaps, smaps_rollup."""
+        """As ``text`` for files that need the process's memory map: cmdline, environ, maps, smaps, smaps_rollup.
+
+        The last two walk all pages of the process: one that takes long is slow, and says nothing about a lock.
+        """
         if pid in self.locked:
             return None
         answer = self.patience.ask(patience, lambda: (self.text(pid, name),), None)
         if answer is None:
-            self.locked.add(pid)
+            if not name.startswith("smaps"):
+                self.locked.add(pid)
             return None
         return answer[0]
 

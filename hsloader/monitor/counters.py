@@ -53,6 +53,7 @@ class TrainerCounter(IntEnum):
     NEXT_NS = 25  # time inside next()
     NEXT_SINCE = 26  # instant at which the running next() began, 0 outside
     SKIPPED = 27  # bad samples that on_bad="skip" left out
+    LAST_NEXT_NS = 28  # time inside the last next() that gave a batch, however many wait() it took
     WAITS = 32  # to 63: how many next() took [2**(i-1), 2**i) microseconds, i from 0 (under one) to 31
 
 
@@ -74,6 +75,7 @@ class FeederCounter(IntEnum):
     DECODERS = 12  # decode threads
     READERS = 13  # read threads
     HELPERS = 16  # to 19: process ids of the processes that decode beside the feeder, 0 where there is none
+    LOOKS = 20  # to 23: instant of each engine's own last look; SEEN_AT is the newest of them
     PARTS = 32  # to 63: TAKEN to QUEUED_DECODES of each engine by itself, eight an engine; above they are summed
 
 
@@ -126,7 +128,8 @@ class _Counters(Protocol):
 
 
 def count_wait(trainer: _Counters, nanoseconds: int) -> None:
-    """Count one ``next()`` of so many nanoseconds in its class of ``TrainerCounter.WAITS``."""
+    """Count one ``next()`` of so many nanoseconds in its class of ``TrainerCounter.WAITS``, and as the last one."""
+    trainer[TrainerCounter.LAST_NEXT_NS] = nanoseconds
     place = TrainerCounter.WAITS + min(WAIT_CLASSES - 1, (nanoseconds // 1000).bit_length())
     trainer[place] += 1
 

@@ -43,4 +43,5 @@ def file_system_text(kind: str, server: str | None) -> str:
 def mount_of(path: str, mounts: Iterable[Mount]) -> Mount | None:
     """The mount that an absolute path lies on, by its text alone: a look at it would hang with its file server."""
     above = [m for m in mounts if path == m.point or path.startswith(m.point.rstrip("/") + "/")]
-    return max(above, key=lambda m: len(m.point), default=None)
+    # Of two on the same point the later covers the earlier, as a file server's mount covers the automounter's.
+    return max(reversed(above), key=lambda m: len(m.point), default=None)

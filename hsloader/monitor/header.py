@@ -220,6 +220,13 @@ class Snapshot:
         return tuple(self.feeder[place] for place in places if self.feeder[place])
 
     @property
+    def last_looks(self) -> tuple[tuple[int, int], ...]:
+        """Process id and instant of the last look at the requests, for the feeder and each of its helpers."""
+        looks = self.feeder[FeederCounter.LOOKS : FeederCounter.LOOKS + 1 + len(self.helpers)]
+        found = tuple(zip((self[FeederCounter.PID], *self.helpers), looks, strict=True))
+        return tuple(look for look in found if look[1]) or ((self[FeederCounter.PID], self[FeederCounter.SEEN_AT]),)
+
+    @property
     def waits(self) -> tuple[int, ...]:
         """How many ``next()`` there were in each class of duration."""
         return self.trainer[TrainerCounter.WAITS : TrainerCounter.WAITS + WAIT_CLASSES]

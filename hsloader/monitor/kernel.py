@@ -76,6 +76,7 @@ _COMMON = {
     426: "io_uring_enter", 435: "clone3", 437: "openat2", 439: "faccessat2", 441: "epoll_pwait2", 449: "futex_waitv",
 }  # fmt: skip
 _TABLES = {"x86_64": _X86_64 | _COMMON, "aarch64": _GENERIC | _COMMON, "riscv64": _GENERIC | _COMMON}
+_TABLES["loongarch64"] = _TABLES["riscv64"]
 _TABLE = _TABLES.get(platform.machine(), _COMMON)
 
 # Wait channels, for when the system call may not be seen: first match wins.  Names of kernels 4.18 to 6.18.

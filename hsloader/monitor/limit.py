@@ -67,6 +67,8 @@ def _starting(i: Interval) -> LimitVerdict | None:
     if now[TrainerCounter.RECEIVED] or now[FeederCounter.FILLED]:
         return None
     since = (now.at - (now[TrainerCounter.STARTED_AT] or now.at)) / 1e9
+    if not now[TrainerCounter.REQUESTED]:  # no feeder is started before: a loader that waits for its first use
+        return LimitVerdict(Limit.STARTING, f"no batch was asked for yet, {time_text(since)} after the loader opened")
     if not now[FeederCounter.READY_AT]:
         return LimitVerdict(Limit.STARTING, f"the feeder is not there yet, {time_text(since)} after the loader opened")
     if since > _START:
@@ -76,14 +78,16 @@ def _starting(i: Interval) -> LimitVerdict | None:
 
 def _stuck(i: Interval) -> LimitVerdict | None:
     now = i.after
-    silent = (now.at - now[FeederCounter.SEEN_AT]) / 1e9
-    if not now.reading or now[FeederCounter.SEEN_AT] == 0 or silent < _SILENT:
+    pid, seen = min(now.last_looks, key=lambda look: look[1])
+    silent = (now.at - seen) / 1e9
+    if not now.reading or seen == 0 or silent < _SILENT:
         return None
+    who = "the feeder" if pid == now[FeederCounter.PID] else "the feeder's helper"
     return LimitVerdict(
         Limit.FEEDER,
-        f"the feeder (pid {now[FeederCounter.PID]}) has not looked at its requests for "
-        f"{time_text(silent)}: it is stopped, starved of CPU, or hangs",
-        f"look at it: hsloader doctor {now[FeederCounter.PID]}",
+        f"{who} (pid {pid}) has not looked at its requests for {time_text(silent)}: it is stopped, starved of CPU, or "
+        "hangs",
+        f"look at it: hsloader doctor {pid}",
     )
 
 
@@ -177,12 +181,11 @@ def _reading(i: Interval) -> LimitVerdict:
             f"ReadOptions(threads={2 * max(1, decoders)}) if cores are free, else give the process more cores",
             wait=_wait(i),
         )
-    mode = now.info.get("mode", "")
-    more = f"ReadOptions(io_threads={2 * max(1, readers)})" if mode != "direct" else "faster storage"
     return LimitVerdict(
         Limit.DISK,
         proof,
-        f"hsloader bench tells whether the disk gives more; try {more}, or move the dataset to a faster disk",
+        f"hsloader bench tells whether the disk gives more; try ReadOptions(io_threads={2 * max(1, readers)}), or move "
+        "the dataset to a faster disk",
         wait=_wait(i),
     )
 

@@ -17,6 +17,7 @@ from hsloader.monitor.stats import Interval
 __all__ = ["FoundRing", "Siblings", "find_rings", "job_name"]
 
 _LINK = f"/memfd:{MEMFD_NAME}"
+_FIRST_SEARCH = 2.0  # seconds; other ranks start their feeders in their own time
 FEEDER_NAME = "hsl-feeder"  # what the feeder calls itself; it has few descriptors, so it is quick to look through
 _JOBS = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "OMPI_MCA_ess_base_jobid")
 
@@ -105,12 +106,17 @@ def open_ring(path: str) -> FoundRing | None:
 
 
 class Siblings:
-    """The other ranks of this job on this machine, for a heartbeat: looked for seldom, read cheaply."""
+    """The other ranks of this job on this machine, for a heartbeat: looked for seldom, read cheaply.
+
+    A search that finds a new one is followed by another soon; one that does not, after twice the time, up to
+    ``search_every`` seconds.
+    """
 
     def __init__(self, job: str, rank: int, search_every: float = 300.0) -> None:
         self._job = job
         self._rank = rank
         self._search_every = search_every
+        self._pause = _FIRST_SEARCH
         self._searched = -search_every
         self._rings: dict[tuple[int, int], FoundRing] = {}
 
@@ -121,11 +127,13 @@ class Siblings:
         """
         before = dict(self._rings)
         self._look()
-        waits = {}
+        waits: dict[int, float] = {}
         for key, ring in self._rings.items():
             rank = ring.snapshot.info.get("rank")
             if key in before and isinstance(rank, int) and ring.snapshot.at > before[key].snapshot.at:
-                waits[rank] = Interval(before[key].snapshot, ring.snapshot).data_wait
+                # A rank may have more than one: a loader that validates beside the one that trains.
+                share = Interval(before[key].snapshot, ring.snapshot).data_wait
+                waits[rank] = max(waits.get(rank, 0.0), share)
         if not set(waits) - {self._rank}:
             return None
         worst = max(waits, key=lambda rank: waits[rank])
@@ -135,12 +143,14 @@ class Siblings:
         again = {key: open_ring(ring.path) for key, ring in self._rings.items()}
         self._rings = {key: ring for key, ring in again.items() if ring is not None and ring.key == key}
         now = time.monotonic()
-        if len(self._rings) < len(again) or now - self._searched >= self._search_every:
-            self._searched = now
+        if len(self._rings) < len(again) or now - self._searched >= self._pause:
+            self._searched, known = now, len(self._rings)
             feeders = [pid for pid in processes() if _name(pid) == FEEDER_NAME]
             for ring in find_rings(feeders):
                 if ring.snapshot.info.get("job") == self._job:
                     self._rings.setdefault(ring.key, ring)
+            found = len(self._rings) > known
+            self._pause = _FIRST_SEARCH if found else min(2 * self._pause, self._search_every)
 
 
 def _name(pid: int) -> str:

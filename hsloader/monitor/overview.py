@@ -102,7 +102,6 @@ def _gpu(pid: int, device: str, gpus: Sequence[GpuSample]) -> float | None:
     for gpu in gpus:
         if pid in gpu.processes:
             return gpu.busy
-    if device.startswith("cuda"):
-        number = device.partition(":")[2] or "0"
-        return next((gpu.busy for gpu in gpus if str(gpu.index) == number), None)
-    return None
+    if device == "cuda":  # whichever is the process's current one
+        return gpus[0].busy if len(gpus) == 1 else None
+    return next((gpu.busy for gpu in gpus if device == f"cuda:{gpu.index}"), None)

@@ -6,6 +6,7 @@ import http.server
 import socketserver
 import threading
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from hsloader.monitor.counters import WAIT_CLASSES
 from hsloader.monitor.header import Snapshot
@@ -96,12 +97,17 @@ class _Server(http.server.ThreadingHTTPServer):
         # HTTPServer's own asks the name service for this machine's name, which can take many seconds.
         socketserver.TCPServer.server_bind(self)
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing: a scraper that went away is no news, and stderr is kept for the feeder's last words."""
+
 
 class MetricsServer:
     """Serves ``/metrics`` on all addresses of the machine until closed.  ``OSError`` if the port cannot be had."""
 
     def __init__(self, port: int, read: Callable[[], Snapshot]) -> None:
         class Handler(http.server.BaseHTTPRequestHandler):
+            timeout = 10.0  # seconds for one that connects and asks nothing, which would keep a thread for good
+
             def do_GET(self) -> None:
                 if self.path.split("?")[0] not in ("/metrics", "/"):
                     self.send_error(404)

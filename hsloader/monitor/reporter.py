@@ -35,7 +35,6 @@ class Reporter:
 
     def __init__(self, read: Callable[[], Snapshot], *, rank: int = 0, world: int = 1, log_every: float = 30.0) -> None:
         self._read = read
-        self._rank = rank
         self._log_every = log_every
         self._speaks = rank == 0
         self._opened = time.monotonic()
@@ -44,8 +43,10 @@ class Reporter:
         self._beat: Snapshot | None = None
         self._epoch: Snapshot | None = None
         self._windows: list[Snapshot] = []
-        self._siblings = Siblings(job_name(), rank) if world > 1 and self._speaks else None
+        self._siblings = Siblings(job_name(), rank) if world > 1 and self._speaks and log_every else None
+        self._prefix = f"rank {rank}: " if rank or world > 1 else ""
         self._stall: StallReport | None = None
+        self._stalled_at = 0.0  # instant at which the wait of the stall began
         self._limit: Limit | None = None
 
     def opened(self, opening: Opening) -> None:
@@ -56,6 +57,7 @@ class Reporter:
     def epoch_began(self) -> None:
         """An epoch (or the rest of one) begins; its counters are written."""
         self._epoch = self._beat = self._read()
+        self._stall = None  # of an iteration that was left in the middle of it
         self._slowest()
         if self._log_every and self._speaks:
             self._due = time.monotonic() + min(_FIRST_BEAT, self._log_every)
@@ -70,13 +72,12 @@ class Reporter:
     def stalled(self, seconds: float) -> None:
         """``next()`` has waited so long.  Called again as long as it waits, at intervals that the caller chooses."""
         if self._stall is None:
-            self._stall = StallReport()
-        prefix = f"rank {self._rank}: " if self._rank or self._siblings is not None else ""
+            self._stall, self._stalled_at = StallReport(), time.monotonic() - seconds
         try:
             text = self._stall.text(self._read(), seconds)
         except Exception as problem:  # a report that fails on an odd /proc must not end the training that it is about
             text = f"next() has waited {time_text(seconds)}; why could not be found out: {problem!r}"
-        say(prefix + text, logging.WARNING)
+        say(self._prefix + text, logging.WARNING)
 
     def epoch_ended(self) -> None:
         """The last batch of the epoch was handed out."""
@@ -92,12 +93,11 @@ class Reporter:
         """The counters as a flat dict; see ``hsloader.monitor.stats`` for the names and units."""
         now = self._read()
         # The youngest snapshot that makes the window long enough; older ones are never needed again.
-        old = [s for s in self._windows if now.at - s.at >= _WINDOW * 1e9]
-        self._windows = [*old[-1:], *(s for s in self._windows if now.at - s.at < _WINDOW * 1e9)]
-        before = self._windows[0] if self._windows else None
+        old = [s for s in self._windows if now.at - s.at >= _WINDOW * 1e9][-1:]
+        self._windows = [*old, *(s for s in self._windows if now.at - s.at < _WINDOW * 1e9)]
         if not self._windows or now.at - self._windows[-1].at >= 1e9:
             self._windows.append(now)
-        return flat_stats(now, before)
+        return flat_stats(now, old[0] if old else None)
 
     def _after_wait(self) -> None:
         if self._first:
@@ -105,8 +105,9 @@ class Reporter:
             if self._speaks:
                 say(first_batch_text(time.monotonic() - self._opened, self._read()))
         if self._stall is not None:
-            stall, self._stall = self._stall, None
-            say(f"the stall is over: the batch came after {time_text(stall.seconds_so_far())}", logging.WARNING)
+            self._stall = None
+            waited = time_text(time.monotonic() - self._stalled_at)
+            say(f"{self._prefix}the stall is over: the batch came after {waited}", logging.WARNING)
 
     def _heartbeat(self) -> None:
         now = self._read()

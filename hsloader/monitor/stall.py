@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from hsloader.monitor.access import ProcAccess
 from hsloader.monitor.counters import FeederCounter, Stage, ThreadCounter, TrainerCounter
@@ -13,7 +13,7 @@ from hsloader.monitor.header import Snapshot, ThreadRow
 from hsloader.monitor.host import disk_names, sample_host
 from hsloader.monitor.kernel import Wait, wait_of
 from hsloader.monitor.limit import limit_of
-from hsloader.monitor.procfs import parse_mountinfo, parse_stat, parse_syscall
+from hsloader.monitor.procfs import Mount, parse_fdinfo, parse_mountinfo, parse_stat, parse_syscall
 from hsloader.monitor.samples import HostSample
 from hsloader.monitor.words import plural, rate_text, share_text, size_text, time_text
 
@@ -21,6 +21,7 @@ __all__ = ["StallReport"]
 
 _LOOK = 0.2  # seconds between two looks at the disk when there is no earlier one
 _SHOWN = 8  # threads that are listed one by one
+_SHARDS = "/segments/"  # what every path of a shard has in it
 _VERBS = {
     Stage.PLAN: "planning",
     Stage.INDEX: "reading the index of",
@@ -35,19 +36,12 @@ class StallReport:
     """Makes the reports of one stall; what it saw last makes rates of the disk's counters."""
 
     def __init__(self) -> None:
-        self._began = time.monotonic()
-        self._waited = 0.0
         self._host: HostSample | None = None
         self._snapshot: Snapshot | None = None
-
-    def seconds_so_far(self) -> float:
-        """How long the wait has lasted, counted from its own beginning."""
-        return time.monotonic() - self._began + self._waited
 
     def text(self, now: Snapshot, seconds: float) -> str:
         """The report after ``seconds`` of waiting.  Takes 0.2 s the first time."""
         if self._host is None:
-            self._began, self._waited = time.monotonic(), seconds
             self._host = sample_host(os.getpid())
             time.sleep(_LOOK)
         before, self._host = self._host, sample_host(os.getpid())
@@ -120,7 +114,7 @@ def _kernel(pid: int, tid: int) -> str:
     access = ProcAccess()
     text = access.text(pid, "stat", tid)
     if text is None:
-        return "the thread is gone"
+        return "" if access.refused else "the thread is gone"
     state = parse_stat(text).state
     channel = (access.text(pid, "wchan", tid) or "").strip()
     raw = access.text(pid, "syscall", tid)
@@ -133,7 +127,7 @@ def _storage(now: Snapshot, before: HostSample, after: HostSample) -> Iterable[s
     span = max(after.at - before.at, 1e-9)
     path = str(now.info.get("dataset", ""))
     mounts = parse_mountinfo(ProcAccess().text(os.getpid(), "mountinfo") or "")
-    mount = mount_of(path, mounts.values())
+    mount = _mount(now, path, mounts)
     if mount is not None:
         text = f"{path} is on {file_system_text(mount.kind, mount.server)}"
         disk = disk_names([mount.device], mounts.values()).get(mount.device)
@@ -150,3 +144,18 @@ def _storage(now: Snapshot, before: HostSample, after: HostSample) -> Iterable[s
     if thrash > 20e6:
         text += f"; the page cache thrashes: {rate_text(thrash)} are read again that had just been dropped"
     yield text
+
+
+def _mount(now: Snapshot, path: str, mounts: Mapping[int, Mount]) -> Mount | None:
+    """Where the data lie.
+
+    The path may lead there by links.  To follow them is to ask a file server that may not answer; what the feeder has
+    open tells without.  Before it has opened a shard the path's own text must do.
+    """
+    access = ProcAccess()
+    for pid in (now[TrainerCounter.FEEDER_PID] or now[FeederCounter.PID], *now.helpers):
+        for fd, link in access.links(pid).items():
+            text = access.text(pid, f"fdinfo/{fd}") if _SHARDS in link else None
+            if text and (found := mounts.get(parse_fdinfo(text).mount)):
+                return found
+    return mount_of(path, mounts.values())

@@ -10,7 +10,8 @@ Names end in their unit: ``_bytes``, ``_seconds``, ``_share`` (of one), ``_per_s
 ``data_wait_seconds``           inside ``next()``, in all; ``data_wait_last_seconds`` the last one
 ``data_wait_p50_seconds``       half of the ``next()`` took no longer; ``data_wait_p99_seconds``: 99 of 100
 ``data_wait_share``             share of the window spent inside ``next()``; ``mean_data_wait_share`` of all the time
-``tokens_per_second``           over the window; so are ``batches_``, ``read_bytes_``, ``decoded_bytes_per_second``
+``tokens_per_second``           over the window; so are ``batches_``, ``samples_``, ``read_bytes_`` and
+                                ``decoded_bytes_per_second``
 ``mean_tokens_per_second``      since the loader opened; so are the other ``mean_`` rates
 ``window_seconds``              how long the window is
 ``eta_seconds``                 until the epoch ends, at the window's rate; -1 where nothing can be said
@@ -25,7 +26,7 @@ Names end in their unit: ``_bytes``, ``_seconds``, ``_share`` (of one), ``_per_s
 ``bad_samples``                 reported bad; ``skipped_samples`` of them were left out
 ``restarts``                    feeders that died and were started again
 ``batches_requested``           asked of the feeder; ``batches_filled``, ``batches_received``, ``batches_cancelled``;
-                                ``fill_seconds`` from asked to filled, summed over them
+                                ``fill_seconds`` from taken by the feeder to filled, summed over them
 ``read_threads``                of the feeder; ``decode_threads``; ``open_shards`` files are open
 ``queued_reads``                reads that wait for a thread; ``queued_decodes``
 =============================== ====================================================================================
@@ -132,6 +133,7 @@ def _rates(interval: Interval) -> dict[str, float]:
 
 def _totals(now: Snapshot) -> dict[str, float]:
     rows, tokens = now[TrainerCounter.ROWS], now[TrainerCounter.TOKENS]
+    last = TrainerCounter.LAST_NEXT_NS if now[TrainerCounter.NEXT_NS] else TrainerCounter.LAST_WAIT_NS
     return {
         "epoch": now[TrainerCounter.EPOCH],
         "position": now[TrainerCounter.POSITION],
@@ -142,7 +144,7 @@ def _totals(now: Snapshot) -> dict[str, float]:
         "rows": rows,
         "padding_share": 1 - tokens / rows if rows else 0.0,
         "data_wait_seconds": data_wait_ns(now) / 1e9,
-        "data_wait_last_seconds": now[TrainerCounter.LAST_WAIT_NS] / 1e9,
+        "data_wait_last_seconds": now[last] / 1e9,
         "data_wait_p50_seconds": wait_quantile(now.waits, 0.5),
         "data_wait_p99_seconds": wait_quantile(now.waits, 0.99),
         "ring_slots": now.slots,

@@ -165,7 +165,8 @@ class Engine:
             self._counts[_place(FeederCounter.QUEUED_READS)] = len(self._shared.reads)
             self._counts[_place(FeederCounter.QUEUED_DECODES)] = len(self._shared.decodes)
             self._counts[_place(FeederCounter.OPEN_SHARDS)] = len(self._shared.shards)
-            self.ring.feeder[FeederCounter.SEEN_AT] = time.monotonic_ns()
+            now = time.monotonic_ns()
+            self.ring.feeder[FeederCounter.LOOKS + self.part] = self.ring.feeder[FeederCounter.SEEN_AT] = now
         self.publish()
 
     def publish(self) -> None:

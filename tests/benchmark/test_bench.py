@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,13 @@ import numpy as np
 import pytest
 
 import hsloader
+from hsloader.benchmark import api, disk, residency
 from hsloader.benchmark.page import render_page
 from hsloader.benchmark.results import BenchReport
-from hsloader.benchmark.scratch import ScratchFile, ScratchFolder
+from hsloader.benchmark.samples import copy_files
+from hsloader.benchmark.scratch import ScratchFile, ScratchFolder, scratch_place
+from hsloader.benchmark.stock import measure_stock
+from hsloader.benchmark.timing import Deadline, run_threads
 from tests.benchmark.test_verdict import measured, need
 from tests.reader.making import make_dataset
 
@@ -67,6 +72,14 @@ def _on_disk(path: Path) -> bool:
     return file_system(path)[0] not in ("tmpfs", "ramfs", "overlay")
 
 
+def test_what_cannot_be_told_of_the_page_cache_is_said(dataset_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hsloader.benchmark.pipeline.is_told", lambda fd: False)  # as of another user's dataset
+    monkeypatch.setattr(api, "is_told", lambda fd: False)
+    report = hsloader.bench(dataset_path, **SMALL)
+    assert {m.state for m in report.of("pipeline")} == {"mixed"}
+    assert any("belongs to another user" in note for note in report.notes)
+
+
 def test_an_empty_folder_stays_empty(tmp_path: Path) -> None:
     report = hsloader.bench(tmp_path, hidden_size=256, tokens_per_second=1000, **SMALL)
     assert listing(tmp_path) == []
@@ -96,14 +109,50 @@ def test_sample_files_are_loaded_the_stock_way_and_converted(tmp_path: Path) -> 
     [
         ({"step_ms": 10}, "step_ms needs tokens_per_step"),
         ({"step_ms": 10, "tokens_per_second": 1}, "give one of them"),
-        ({"tokens_per_second": -1}, "expected positive numbers"),
-        ({"gpus": 0}, "expected gpus >= 1"),
-        ({"scratch_bytes": 1}, "scratch_bytes >="),
+        ({"tokens_per_second": -1}, "tokens_per_second=-1: expected a number above 0"),
+        ({"tokens_per_second": float("nan")}, "tokens_per_second=nan: expected"),
+        ({"step_ms": 0, "tokens_per_step": 8}, "step_ms=0: expected a number above 0"),
+        ({"step_ms": 1, "tokens_per_step": 0}, "tokens_per_step=0: expected at least 1"),
+        ({"seconds": float("inf")}, "seconds=inf: expected"),
+        ({"gpus": 0}, "gpus=0: expected at least 1"),
+        ({"scratch_bytes": 1}, "scratch_bytes=1: expected at least 16,777,216"),
+        ({"threads": 257}, "threads=257: expected 1 to 256"),
+        ({"hidden_size": 0}, "hidden_size=0: expected at least 1"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(tmp_path: Path, wrong: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         hsloader.bench(tmp_path, **wrong)
+
+
+def test_no_more_threads_are_asked_for_than_options_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+
+    class Stop(Exception):
+        pass
+
+    def run(*arguments: Any, threads: int, **more: Any) -> None:
+        chosen.append(hsloader.ReadOptions(threads=threads).threads or 0)
+        raise Stop
+
+    monkeypatch.setattr(api, "cpu_share", lambda ranks: 768)
+    monkeypatch.setattr(api, "_Run", run)
+    with pytest.raises(Stop):
+        hsloader.bench(tmp_path)
+    assert chosen == [256]
+
+
+def test_a_gpu_that_another_process_fills_costs_one_note(dataset_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any, **more: Any) -> None:
+        raise RuntimeError("CUDA out of memory. Tried to allocate 64 MiB\nand much more")
+
+    monkeypatch.setattr(api, "gpu_problem", lambda: "")
+    monkeypatch.setattr(api, "measure_transfer", full)
+    report = hsloader.bench(dataset_path, **SMALL)
+    assert report.of("pipeline")
+    assert report.notes[-1] == (
+        "copies to the GPU were not measured to the end: CUDA out of memory. Tried to allocate 64 MiB"
+    )
 
 
 def test_a_missing_path_is_named(tmp_path: Path) -> None:
@@ -162,6 +211,99 @@ def test_a_running_benchmark_keeps_its_scratch(tmp_path: Path) -> None:
             assert first.path.is_dir()
             assert second.path.is_dir()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_scratch_that_was_half_removed_is_removed(tmp_path: Path) -> None:
+    left = tmp_path / ".hsloader-bench-x"  # its owner file went first
+    (left / "files").mkdir(parents=True)
+    os.utime(left, (0, 0))
+    with ScratchFolder(tmp_path):
+        assert not left.exists()
+
+
+def test_scratch_stays_on_the_disk_in_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = tmp_path / "dump"
+    inner.mkdir()
+    assert scratch_place(inner, beside=True) == tmp_path.resolve()
+    assert scratch_place(inner, beside=False) == inner.resolve()
+    monkeypatch.setattr("hsloader.benchmark.scratch.writable", lambda folder: folder != inner.resolve())
+    assert scratch_place(inner, beside=False) == tmp_path.resolve()
+    if os.path.ismount("/dev/shm"):  # the folder around it is another file system
+        assert scratch_place(Path("/dev/shm"), beside=True) == Path("/dev/shm")
+        monkeypatch.setattr("hsloader.benchmark.scratch.writable", lambda folder: folder == Path("/dev"))
+        assert scratch_place(Path("/dev/shm"), beside=False) is None
+
+
+def test_files_that_the_scratch_does_not_hold_are_not_copied(tmp_path: Path) -> None:
+    files = []
+    for number, size in enumerate((9000, 1500, 600, 600)):
+        files.append(tmp_path / f"data_{number}.pt")
+        files[-1].write_bytes(bytes(size))
+    (tmp_path / "copies").mkdir()
+    copied = copy_files(files, tmp_path / "copies", 1000, Deadline(60.0))
+    assert [file.name for file in copied] == ["data_1.pt"]
+    assert copy_files(files[:1], tmp_path / "copies", 1000, Deadline(60.0)) == []
+
+
+@pytest.mark.torch
+def test_thousands_of_files_in_the_old_format_are_loaded_the_stock_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr("hsloader.benchmark.stock._SETTINGS", ((0, True), (0, False)))
+    old = tmp_path / "data_0.pt"  # mmap=True is refused for it
+    torch.save({"x": torch.zeros(100)}, old, _use_new_zipfile_serialization=False)
+    many = [old] * ((1 << 17) // len(str(old)) + 1)  # too many for a command line
+    found = measure_stock(many, 0.5, may_drop=False)
+    assert {m.settings["mmap"] for m in found} == {False}
+    assert all(m.rate > 0 for m in found)
+    old.write_bytes(b"no tensors at all")
+    with pytest.raises(OSError, match="UnpicklingError: "):
+        measure_stock([old], 0.5, may_drop=False)
+
+
+def test_threads_that_cannot_start_are_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def few(self: threading.Thread) -> None:
+        if self.name == "hsloader-bench-2":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", few)
+    with pytest.raises(RuntimeError, match="can't start"):
+        run_threads(lambda thread: 1, 4, 0.1)
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_reads_are_from_memory_only_where_the_kernel_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counted: bool
+) -> None:
+    monkeypatch.setattr(disk, "read_from_disk", lambda: 0)  # as it stays on FUSE, whatever is fetched
+    monkeypatch.setattr(disk, "resident_share", lambda *place: 0.0)
+    monkeypatch.setattr(disk, "file_system", lambda path: ("ext4", True) if counted else ("fuse", False))
+    with ScratchFile(tmp_path) as scratch:
+        scratch.fill(1 << 20, 60.0, lambda size: None)
+        data = disk.RawData.of(scratch)
+        plan = disk.DiskPlan("sequential", 1 << 18, 1, "buffered", "cold")
+        (found,) = disk.measure_disk(data, [plan], Deadline(5.0), most=1 << 20)
+    assert found.from_memory is counted
+
+
+def test_what_the_page_cache_holds_is_told_to_owners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_bytes(bytes(10_000))
+    with (tmp_path / "file").open("rb") as file:
+        assert residency.is_told(file.fileno())
+        assert residency.resident_share(file.fileno()) == 1.0
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+        monkeypatch.setattr(os, "access", lambda path, mode: False)
+        assert not residency.is_told(file.fileno())
+
+        def refuse(*arguments: Any, **more: Any) -> None:
+            raise OSError(19, "No such device")
+
+        monkeypatch.setattr(residency.mmap, "mmap", refuse)  # as of a FUSE mount with direct_io
+        assert residency.resident_share(file.fileno()) == 0.0
 
 
 def test_a_scratch_file_has_no_name(tmp_path: Path) -> None:

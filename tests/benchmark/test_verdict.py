@@ -60,6 +60,13 @@ def rates(disk: float, ratio: float, decode: dict[int, float], **more: Any) -> R
             "headspace 0.50x; the GPU would wait 50 % of the time; bound by disk",
         ),
         (
+            rates(40.0, 1.5, {64: 70.0}, transfer=50.0),
+            need(7.0, gpus=8),
+            "disk",  # eight links give 400
+            "you need 7.00 GB/s a GPU, 56.0 for 8; disk gives 40.0 x 1.50 = 60.0 GB/s; decode 70.0 with 64 threads; "
+            "transfer 50.0 a GPU; headspace 1.07x; bound by disk",
+        ),
+        (
             rates(4.0, 1.5, {8: 12.0}, pipeline=3.0, pipeline_cold=True),
             None,
             "disk",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import hsloader
+from hsloader.benchmark.api import BenchProgress
 from tests.cli.conftest import Run
 
 
@@ -29,6 +31,47 @@ def test_it_measures_a_dataset(run: Run, dataset: Path) -> None:
     out = run("bench", dataset, "--scratch", "16MiB", "--seconds", "0.5", "--quiet").out
     for words in ("verdict", "recommended", "ReadOptions("):
         assert words in out
+
+
+@pytest.mark.parametrize("place", ["no/folder/page.html", "."])
+def test_a_page_that_cannot_be_written_is_refused_before_it_measures(
+    run: Run, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    done = run("bench", dataset, "--report", tmp_path / place, "--json")
+    assert done.status == 1
+    assert "expected the name of a file in a folder that is there" in done.document["error"]["message"]
+
+
+def test_a_fault_while_it_measures_is_no_mistake_on_the_command_line(
+    run: Run, dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path, *, progress: Any, **options: Any) -> None:
+        progress(BenchProgress("disk", "x", 1.0, 30.0))
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(hsloader, "bench", fail, raising=False)
+    with pytest.raises(ValueError, match="a bug"):
+        run("bench", dataset)
+
+
+def test_handlers_of_signals_are_given_back(run: Run, dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def look(path: Path, **options: Any) -> None:
+        seen.extend(signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP))
+        raise ValueError("seen")
+
+    monkeypatch.setattr(hsloader, "bench", look, raising=False)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
+    try:
+        term = signal.getsignal(signal.SIGTERM)
+        run("bench", dataset)
+        assert signal.getsignal(signal.SIGTERM) is term
+        assert seen[0] is not term
+        assert seen[1] is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_half_of_a_need_is_a_mistake_on_the_command_line(run: Run, dataset: Path) -> None:

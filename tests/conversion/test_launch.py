@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from hsloader import _launch
 from hsloader._launch import Parent, launch
 
 HERE = "tests.conversion.test_launch"
@@ -94,6 +96,57 @@ def test_the_child_leaves_when_its_parent_is_killed() -> None:
     while Path(f"/proc/{pid}/status").exists() and "zombie" not in Path(f"/proc/{pid}/status").read_text():
         assert time.monotonic() < end, "the child outlived its parent"
         time.sleep(0.01)
+
+
+def test_a_parent_with_many_open_files_has_children() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 1200:
+        pytest.skip(f"this process may open {hard} files at most")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1200), hard))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1060)]  # select() ends at descriptor 1023
+    try:
+        child = launch(f"{HERE}:sleep", name="sleeper")
+        try:
+            assert child.channel.recv(3) == b"up\n", child.ending()
+        finally:
+            child.close()
+    finally:
+        for fd in held:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_ctrl_c_while_a_child_starts_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = signal.pthread_sigmask
+
+    def mask(how: int, signals: object) -> object:
+        before = real(how, signals)  # type: ignore[arg-type]
+        if how == signal.SIG_SETMASK:  # where a SIGINT that was blocked meanwhile is delivered
+            raise KeyboardInterrupt
+        return before
+
+    monkeypatch.setattr(signal, "pthread_sigmask", mask)
+    with pytest.raises(KeyboardInterrupt):
+        launch(f"{HERE}:sleep", name="sleeper")
+
+
+def test_an_import_path_may_hold_what_is_no_string(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [Path("/nowhere"), *sys.path])
+    child = launch(f"{HERE}:sleep", name="sleeper")
+    assert child.channel.recv(3) == b"up\n"
+    child.close()
+
+
+def test_the_child_runs_the_package_that_its_parent_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = str(Path(_launch.__file__).resolve().parents[1])
+    installed = tmp_path / "site-packages"
+    (installed / "hsloader").mkdir(parents=True)
+    (installed / "hsloader" / "__init__.py").touch()
+    monkeypatch.chdir(here)  # a checkout, from which a script is run beside an installed release
+    monkeypatch.setattr(sys, "path", [here, "/stdlib", str(installed)])
+    assert _launch._search_path() == ["/stdlib", here, str(installed)]
+    monkeypatch.setattr(sys, "path", [here, "/stdlib"])
+    assert _launch._search_path() == ["/stdlib", here]
 
 
 def test_no_interpreter_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ def snapshot(
     """A ring of four slots that opened 100 s before ``START``; two read and three decode threads."""
     numbers, fed = [0] * 64, [0] * 64
     numbers[TrainerCounter.STARTED_AT] = START - 100 * 10**9
+    numbers[TrainerCounter.REQUESTED] = 12
     numbers[TrainerCounter.RECEIVED] = fed[FeederCounter.FILLED] = 10
     fed[FeederCounter.PID] = 4711
     fed[FeederCounter.READY_AT] = START - 99 * 10**9

@@ -105,6 +105,22 @@ def _ready(seconds: float, counters: dict[TrainerCounter, int]) -> Snapshot:
         ),
         pytest.param(
             snapshot(
+                10,
+                {TrainerCounter.NEXT_SINCE: START},
+                {
+                    FeederCounter.HELPERS: 4712,
+                    FeederCounter.LOOKS: START + 10 * _S,
+                    FeederCounter.LOOKS + 1: START + 2 * _S,
+                },
+                asked=((11, 0),),
+                filled=frozenset(),
+            ),
+            Limit.FEEDER,
+            "the feeder's helper (pid 4712) has not looked at its requests for 8.0 s",
+            id="helper-stopped",
+        ),
+        pytest.param(
+            snapshot(
                 5, {TrainerCounter.RECEIVED: 0, TrainerCounter.STARTED_AT: START + 2 * _S}, {FeederCounter.FILLED: 0}
             ),
             Limit.STARTING,
@@ -120,6 +136,16 @@ def _ready(seconds: float, counters: dict[TrainerCounter, int]) -> Snapshot:
             Limit.STARTING,
             "the feeder is not there yet, 42 s after the loader opened",
             id="no-feeder",
+        ),
+        pytest.param(
+            snapshot(
+                5,
+                {TrainerCounter.REQUESTED: 0, TrainerCounter.RECEIVED: 0, TrainerCounter.STARTED_AT: START - 37 * _S},
+                {FeederCounter.FILLED: 0, FeederCounter.READY_AT: 0},
+            ),
+            Limit.STARTING,
+            "no batch was asked for yet, 42 s after the loader opened",
+            id="never-used",
         ),
         pytest.param(
             snapshot(10, {TrainerCounter.NEXT_SINCE: START + 10 * _S - 1_000_000}),
@@ -215,3 +241,14 @@ def test_lines_name_what_matters() -> None:
     whole = replace(whole, info={"split": "val"})
     assert epoch_text(snapshot(), whole, 3).startswith("epoch 3 of val is over\n")
     assert any(line.split() == ["batches", "50", "in", "10", "s"] for line in summary)
+
+
+def test_the_last_wait_is_the_whole_next() -> None:
+    """A ``next()`` that waits in slices (to report a stall meanwhile) is told as one; a reader alone counts waits."""
+    alone = {TrainerCounter.LAST_WAIT_NS: 8_000_000}
+    assert flat_stats(snapshot(10, alone))["data_wait_last_seconds"] == 0.008
+    within = {**alone, TrainerCounter.NEXT_NS: 2 * _S, TrainerCounter.LAST_NEXT_NS: _S + _S // 5}
+    assert flat_stats(snapshot(10, within))["data_wait_last_seconds"] == 1.2
+    counters = [0] * 64
+    count_wait(counters, 1_200_000_000)
+    assert counters[TrainerCounter.LAST_NEXT_NS] == 1_200_000_000

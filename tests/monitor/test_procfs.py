@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import time
+
+import pytest
+
+from hsloader.monitor.access import Patience, ProcAccess
+from hsloader.monitor.files import mount_of
 from hsloader.monitor.procfs import (
     Mapping,
     parse_cgroup,
@@ -35,6 +42,38 @@ def test_mounts_with_servers_and_blanks() -> None:
     assert [mounts[i].server for i in (22, 23, 25)] == ["nas1", "filer", None]
     assert mounts[24].server == "10.0.0.1@tcp:10.0.0.2@tcp"
     assert mounts[25].device == (254, 0)
+
+
+def test_a_mount_over_another_is_the_one_that_counts() -> None:
+    mounts = parse_mountinfo(
+        "25 1 254:0 / / rw - ext4 /dev/vda rw\n"
+        "30 25 0:40 / /data rw - autofs /etc/auto.direct rw\n"
+        "31 30 0:41 / /data rw - nfs4 nas1:/export rw\n"
+    ).values()
+    found = mount_of("/data/x.hs", mounts)
+    assert found is not None
+    assert (found.kind, found.server) == ("nfs4", "nas1")
+    below = mount_of("/database", mounts)
+    assert below is not None
+    assert below.kind == "ext4"
+
+
+def test_what_takes_long_is_given_up_and_told_from_a_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    access = ProcAccess()
+    monkeypatch.setattr(access, "text", lambda pid, name: time.sleep(0.3))
+    assert access.memory_text(1, "smaps", patience=0.02) is None
+    assert access.locked == set()
+    assert access.memory_text(1, "cmdline", patience=0.02) is None
+    assert access.locked == {1}
+    access.close()
+
+
+def test_an_address_that_cannot_be_read_is_no_trouble() -> None:
+    access = ProcAccess()
+    assert access.memory(os.getpid(), (1 << 64) - 4096, 8) == b""
+    assert access.patience.ask(5.0, lambda: "and the thread goes on", "") == "and the thread goes on"
+    access.close()
+    assert isinstance(access.patience, Patience)
 
 
 def test_maps_of_one_file_in_parts() -> None:

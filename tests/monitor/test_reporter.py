@@ -7,15 +7,18 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from hsloader.monitor import neighbours
 from hsloader.monitor.counters import FeederCounter, Stage, TrainerCounter
 from hsloader.monitor.header import Snapshot, take_snapshot
-from hsloader.monitor.neighbours import Siblings, find_rings, job_name
+from hsloader.monitor.neighbours import FoundRing, Siblings, find_rings, job_name
 from hsloader.monitor.ranges import mark_stages, stage
 from hsloader.monitor.reporter import Reporter
 from hsloader.monitor.stall import StallReport
@@ -89,7 +92,29 @@ def test_rank_0_speaks_and_stalls_are_told_by_every_rank(
         assert "next() has waited 12 s for batch 1 of 10 of epoch 0" in said
         assert ("rank 1: " in said) == (rank == 1)
         reporter.batch_done()
-        assert "the stall is over: the batch came after 12 s" in capsys.readouterr().err
+        assert f"hsloader: {'rank 1: ' if rank else ''}the stall is over: the batch came after 12 s" in (
+            capsys.readouterr().err
+        )
+
+
+def test_a_stall_that_was_left_is_not_said_to_be_over(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _make_deaf(monkeypatch)
+    reporter = Reporter(snapshot, log_every=0.0)
+    reporter.stalled(12.0)
+    reporter.epoch_began()
+    reporter.batch_done()
+    assert "the stall is over" not in capsys.readouterr().err
+
+
+def test_rates_are_over_ten_seconds_or_more() -> None:
+    now = 0.0
+    reporter = Reporter(lambda: snapshot(now))
+    spans = []
+    for now in (0.0, 0.01, 5.0, 9.9, 10.5, 12.0, 16.0, 60.0):  # noqa: B007 - read by the reporter
+        spans.append(reporter.stats()["window_seconds"])
+    assert spans == pytest.approx([100.0, 100.01, 105.0, 109.9, 10.5, 12.0, 11.0, 44.0])
 
 
 def test_stall_report_names_file_stage_and_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,6 +146,17 @@ def test_stall_report_names_file_stage_and_thread(tmp_path: Path, monkeypatch: p
     assert "memory: " in text
     assert "kernel wait futex" in text or "waiting for a lock" in text
     assert "starting: the first batch is being read" in again
+
+
+@pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="wants a file system that tmp_path is not on")
+def test_stall_report_names_the_file_system_behind_a_link(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as real:
+        (tmp_path / "link").symlink_to(real)
+        with make_dataset(tmp_path / "link" / "data.hs", samples=4) as dataset, make_client(dataset) as client:
+            client.submit(0, request_of([(0, 0, 0, int(dataset.lengths[0]), 0)], len(dataset.fields)))
+            assert _arrives(client, 0)
+            text = StallReport().text(take_snapshot(client.ring.fd), 12.0)
+    assert f"{tmp_path / 'link' / 'data.hs'} is on tmpfs" in text
 
 
 def test_stall_report_and_top_see_a_stopped_feeder(tmp_path: Path) -> None:
@@ -174,6 +210,7 @@ def test_stall_report_without_anything_to_read(monkeypatch: pytest.MonkeyPatch) 
     text = StallReport().text(now, 12.0)
     assert "next() has waited 12 s" in text
     assert "reading segments/000000/hidden_states/c.0.0.0 for 12 s" in text
+    assert "is gone" not in text.partition("reading")[2]  # what may not be seen may well be there
 
 
 def test_slowest_rank_is_found_among_the_rings_of_the_job(tmp_path: Path) -> None:
@@ -196,6 +233,38 @@ def test_slowest_rank_is_found_among_the_rings_of_the_job(tmp_path: Path) -> Non
         finally:
             for client in clients:
                 client.close()
+
+
+def test_ranks_that_start_later_are_found_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, rings = 0.0, {}
+    searches: list[float] = []
+
+    def add(key: int, rank: int, waited: float) -> None:
+        counters = {TrainerCounter.NEXT_NS: int(waited * clock * 1e9)}
+        now = snapshot(clock, counters, info={"rank": rank, "job": "mine"})
+        rings[str(key)] = FoundRing((0, key), str(key), 1, now)
+
+    def search(pids: object) -> list[FoundRing]:
+        searches.append(clock)
+        return list(rings.values())
+
+    monkeypatch.setattr(neighbours, "time", SimpleNamespace(monotonic=lambda: clock))
+    monkeypatch.setattr(neighbours, "find_rings", search)
+    monkeypatch.setattr(neighbours, "open_ring", lambda path: rings[path])
+    siblings = Siblings("mine", 0)
+    add(0, 0, 0.0)
+    assert siblings.slowest() is None
+    found = []
+    for clock in (5.0, *range(35, 1500, 30)):  # noqa: B007 - read by what stands in for the clock
+        add(0, 0, 0.0)
+        add(1, 1, 0.6)
+        add(2, 1, 0.0)  # rank 1 has a loader for validation, which waits for nothing
+        found.append(siblings.slowest())
+    assert found[0] is None  # found just now
+    assert found[1:] == [(1, pytest.approx(0.6), 2)] * len(found[1:])
+    assert searches[:3] == [0.0, 5.0, 35.0]
+    assert len(searches) < 15
+    assert min(b - a for a, b in zip(searches[-2:], searches[-1:], strict=False)) >= 300
 
 
 def test_job_names() -> None:
@@ -223,5 +292,9 @@ def test_a_report_that_fails_is_a_line_and_no_error(caplog: pytest.LogCaptureFix
     def broken() -> Snapshot:
         raise ValueError("odd kernel")
 
-    Reporter(broken).stalled(12.0)
+    reporter = Reporter(broken)
+    reporter.stalled(12.0)
     assert "next() has waited 12 s; why could not be found out: ValueError('odd kernel')" in caplog.text
+    reporter._read = snapshot
+    reporter.batch_done()
+    assert "the stall is over: the batch came after 12 s" in caplog.text

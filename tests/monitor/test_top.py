@@ -19,8 +19,12 @@ import pytest
 
 from hsloader.monitor.counters import TrainerCounter
 from hsloader.monitor.examine import examine
-from hsloader.monitor.prometheus import exposition
+from hsloader.monitor.header import Snapshot
+from hsloader.monitor.neighbours import FoundRing
+from hsloader.monitor.overview import overview
+from hsloader.monitor.prometheus import MetricsServer, exposition
 from hsloader.monitor.roles import Role
+from hsloader.monitor.samples import GpuSample
 from hsloader.monitor.situation import Kind
 from tests.monitor.making import snapshot
 from tests.monitor.running import script
@@ -78,7 +82,7 @@ def test_doctor_reads_the_counters_of_a_loader(tmp_path: Path) -> None:
         found = examine(process.pid, 1.0, python=False)
         assert found.verdict.kind is Kind.TRAINER
         assert f"hsloader reads {tmp_path / 'data.hs'}; trainer-bound: " in found.verdict.sentence
-        (feeder,) = [p for p in found.processes if p.role is Role.FEEDER]
+        feeder = next(p for p in found.processes if p.role is Role.FEEDER)
         os.kill(feeder.pid, signal.SIGSTOP)
         stopped = examine(process.pid, 0.5, python=False)
         os.kill(feeder.pid, signal.SIGCONT)
@@ -97,6 +101,35 @@ def test_metrics_are_served_by_the_feeder(tmp_path: Path) -> None:
         with pytest.raises(urllib.error.HTTPError):
             urllib.request.urlopen(f"http://127.0.0.1:{port}/secrets", timeout=10)
     assert re.search(r'^hsloader_ring_slots\{rank="3",job="mine",.*\} 4$', text, re.MULTILINE)
+
+
+def test_a_scrape_that_fails_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    def gone() -> Snapshot:
+        raise ValueError("the ring is gone")
+
+    server = MetricsServer(0, gone)
+    try:
+        with pytest.raises(OSError, match="closed connection"):
+            urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10)
+    finally:
+        server.close()
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("device", "processes", "busy"),
+    [
+        ("cuda:1", (), 0.9),
+        ("cuda:0", (77,), 0.9),  # NVML knows better
+        ("cuda", (), None),  # whichever is current there
+        ("cpu", (), None),
+    ],
+)
+def test_the_gpu_beside_a_loader_is_its_own(device: str, processes: tuple[int, ...], busy: float | None) -> None:
+    gpus = [GpuSample(0, "a", 0.1, 1, 2), GpuSample(1, "b", 0.9, 1, 2, processes)]
+    before, after = (FoundRing((1, 2), "", 77, snapshot(at, info={"device": device})) for at in (0, 1))
+    assert [row.gpu for row in overview([before], [after], gpus)] == [busy]
+    assert [row.gpu for row in overview([before], [after], gpus[:1])] == [0.1 if device in ("cuda", "cuda:0") else None]
 
 
 def test_exposition_is_what_prometheus_reads() -> None:
