@@ -2,7 +2,7 @@
 
     python examples/train_plain.py data.hs [--epochs 2] [--checkpoint last.pt]
 
-Run it again with the same checkpoint and it goes on where it stopped, in the middle of an epoch too.
+Run it again with the same checkpoint and it goes on where that was saved, in the middle of an epoch too.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--max-tokens", type=int, default=1024)
     parser.add_argument("--checkpoint", type=Path, default=None)
+    parser.add_argument("--save-every", type=int, default=100, help="batches between two checkpoints")
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     common = {"trainer": "speculators-0.9", "max_tokens": arguments.max_tokens, "val_ratio": 0.2, "device": device}
@@ -37,25 +38,25 @@ def main() -> None:
             model.load_state_dict(saved["model"])
             optimizer.load_state_dict(saved["optimizer"])
             train.load_state_dict(saved["loader"])
+
+        def save() -> None:
+            if arguments.checkpoint is not None:
+                states = {"model": model, "optimizer": optimizer, "loader": train}
+                torch.save({name: part.state_dict() for name, part in states.items()}, arguments.checkpoint)
+
         while (epoch := train.state_dict()["epoch"]) < arguments.epochs:
-            for batch in train:
+            for done, batch in enumerate(train, 1):
                 loss = model(batch)
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
+                if done % arguments.save_every == 0:
+                    save()
+            save()
             val.set_epoch(0)
             with torch.no_grad():
                 checked = [model(batch) for batch in val]
             print(f"epoch {epoch}: train {loss.item():.3f}, val {torch.stack(checked).mean().item():.3f}")
-            if arguments.checkpoint is not None:
-                torch.save(
-                    {
-                        "model": model.state_dict(),
-                        "optimizer": optimizer.state_dict(),
-                        "loader": train.state_dict(),
-                    },
-                    arguments.checkpoint,
-                )
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ The rules, each of which has cost somebody a corrupted batch:
 from __future__ import annotations
 
 import math
+import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -33,7 +34,7 @@ __all__ = ["CudaDriver", "Driver", "Parcel", "SpanPlan", "Transfers", "add_noise
 
 _ALIGNMENT = 512
 _PORTABLE = 1  # cudaHostRegisterPortable: registered for every CUDA context of the process
-_ALREADY_REGISTERED = 712  # by a call that ctrl-C cut short
+_ALREADY_REGISTERED = 712
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +182,12 @@ class CudaDriver:
         with torch.cuda.device(self.device):
             cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             status = int(cudart.cudaHostRegister(memory.ctypes.data, memory.nbytes, _PORTABLE))
-        if status not in (0, _ALREADY_REGISTERED):
+            if status == _ALREADY_REGISTERED:
+                # By a call that ctrl-C cut short, or what lay at this address before still is, whose pages copies would
+                # read instead of these.
+                cudart.cudaHostUnregister(memory.ctypes.data)
+                status = int(cudart.cudaHostRegister(memory.ctypes.data, memory.nbytes, _PORTABLE))
+        if status != 0:
             raise LoaderError(
                 f"cudaHostRegister of {memory.nbytes:,} bytes failed with CUDA error {status}; if locked memory is "
                 "limited (ulimit -l, the container's memory limit), give a smaller ReadOptions(prefetch=...)"
@@ -250,6 +256,7 @@ class _Memory:
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
+        self.owner = os.getpid()
         self.moving: list[Parcel] = []
         self.registered: dict[tuple[int, int], tuple[NDArray[np.uint8], torch.Tensor]] = {}
 
@@ -261,12 +268,18 @@ class _Memory:
             parcel.sent = True
 
     def shut(self) -> None:
-        for parcel in self.moving:
-            self.mark(parcel)
-            self.driver.synchronize(parcel.events.done)
-        self.moving.clear()
-        while self.registered:
-            self.driver.unregister(self.registered.popitem()[1][0])
+        if self.owner != os.getpid():  # CUDA does not survive a fork, and all of this is the parent's
+            self.moving.clear()
+            self.registered.clear()
+            return
+        try:
+            for parcel in self.moving:
+                self.mark(parcel)
+                self.driver.synchronize(parcel.events.done)
+        finally:  # also if CUDA is broken by then: memory must not be unmapped before
+            self.moving.clear()
+            while self.registered:
+                self.driver.unregister(self.registered.popitem()[1][0])
 
 
 class Transfers:

@@ -12,8 +12,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Unpack
 
-import torch
-
 from hsloader.batches.fit import check_fit
 from hsloader.batches.registry import trainer_named
 from hsloader.errors import LoaderError
@@ -25,7 +23,7 @@ from hsloader.loading.ranks import check_unchanged, find_ranks, local_rank_warni
 from hsloader.loading.settings import LoaderOptions, LoaderSettings
 from hsloader.loading.stream import Target
 from hsloader.monitor.voice import say
-from hsloader.order.sequence import BatchSequence
+from hsloader.order.sequence import MOST_EPOCHS, BatchSequence
 from hsloader.store.dataset import Dataset, open_dataset
 
 __all__ = ["DataLoader"]
@@ -68,7 +66,6 @@ class DataLoader:
         self._settings = settings
         self._ranks = find_ranks(settings.rank, settings.world_size)
         self._share = share
-        self._device = torch.device(settings.device)
         self._owned = not isinstance(dataset, Dataset)
         self._dataset = dataset if isinstance(dataset, Dataset) else open_dataset(Path(dataset))
         self._trainer = trainer_named(
@@ -160,11 +157,13 @@ class DataLoader:
             return
         self._closed = True
         self._settle(abandoned=True)
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-        if self._owned:
-            self._dataset.close()
+        connection, self._connection = self._connection, None
+        try:
+            if connection is not None:
+                connection.close()
+        finally:
+            if self._owned:
+                self._dataset.close()
 
     def __enter__(self) -> DataLoader:
         return self
@@ -196,13 +195,13 @@ class DataLoader:
 
     def _take(self, run: Run) -> Any:
         """The batch after those that ``run`` has handed out; counts nothing that ctrl-C could make wrong."""
-        self._check_open()
-        if run is not self._run:
-            raise LoaderError("a newer iter() of the same loader ended this iteration; use one iterator at a time")
-        if run.over:
+        if run.over:  # once over it stays so, whatever became of the loader since
             run.left = True
             self._settle()
             raise StopIteration
+        self._check_open()
+        if run is not self._run:
+            raise LoaderError("a newer iter() of the same loader ended this iteration; use one iterator at a time")
         assert self._connection is not None
         numbers = run.target.numbers
         following = numbers[run.taken + 1] if run.taken + 1 < len(numbers) else None
@@ -215,15 +214,16 @@ class DataLoader:
     def _connect(self, plan: BatchSequence | None = None) -> None:
         """Make the ring and its reader, unless there are some for batches as large as those of ``plan``."""
         size = largest_batch(self._dataset, self._trainer, self._epochs.usable, plan)
-        if self._connection is not None:
-            if size <= self._connection.client.slot_bytes:
+        old = self._connection
+        if old is not None:
+            if size <= old.client.slot_bytes:
                 return
-            self._connection.close()
-        first = self._connection is None
+            self._connection = None  # first: a larger ring may be refused
+            old.close()
         self._connection = connect(
             self._dataset, self._trainer, self._settings, self._ranks, slot_bytes=size, share=self._share
         )
-        if first and self._share.worker == 0:
+        if old is None and self._share.worker == 0:
             self._announce()
 
     def _aim(self, target: Target) -> None:
@@ -231,6 +231,7 @@ class DataLoader:
         assert self._connection is not None
         course = self._course
         runs_on = self._settings.split == "train" and self._settings.batch_sampler is None
+        runs_on = runs_on and target.epoch + 1 < MOST_EPOCHS
         stream = self._connection.stream
         stream.aim(target, lambda: course.target(target.epoch + 1, 0) if runs_on else None)
         stream.ask()

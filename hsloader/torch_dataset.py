@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any, Unpack
 
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from hsloader.loader import DataLoader
 from hsloader.loading.course import WHOLE, Share
-from hsloader.loading.ranks import find_ranks
+from hsloader.loading.ranks import Ranks, check_unchanged, find_ranks
 from hsloader.loading.settings import LoaderOptions, LoaderSettings
 from hsloader.loading.shared_epoch import SharedEpoch
 from hsloader.monitor.voice import say
@@ -27,10 +29,11 @@ class HiddenStateDataset(IterableDataset[Any]):
         dataset = hsloader.HiddenStateDataset("data.hs", trainer="specforge-0.2", batch_size=4, max_length=2048)
         loader = torch.utils.data.DataLoader(dataset, batch_size=None)
 
-    ``batch_size=None`` tells torch that the items are batches already.  Takes the keywords of ``hsloader.DataLoader``
-    but ``device``, ``pin_memory`` and ``batch_sampler``: items are CPU tensors.  With ``num_workers=0`` a feeder
-    process reads ahead; with workers each of them reads its share in threads, and torch sends the batches through
-    /dev/shm, which is slower.  Call ``set_epoch`` before each epoch: workers cannot know otherwise.
+    ``batch_size=None`` tells torch that the items are batches already; without it torch would stack them into batches
+    of batches, which raises ``ValueError``.  Takes the keywords of ``hsloader.DataLoader`` but ``device``,
+    ``pin_memory`` and ``batch_sampler``: items are CPU tensors.  With ``num_workers=0`` a feeder process reads ahead;
+    with workers each of them reads its share in threads, and torch sends the batches through /dev/shm, which is slower.
+    Call ``set_epoch`` before each epoch: workers cannot know otherwise.
 
     With several ranks ``rank=`` and ``world_size=`` must be given: see the error's text.
     """
@@ -41,7 +44,7 @@ class HiddenStateDataset(IterableDataset[Any]):
                 f"HiddenStateDataset takes no {given[0]}=: its items are CPU tensors in an order of its own; "
                 "hsloader.DataLoader takes it"
             )
-        self._settings = _ranked(LoaderSettings.of(settings))
+        self._settings, self._ranks = _ranked(LoaderSettings.of(settings))
         self._path = Path(dataset).absolute()
         self._epoch = SharedEpoch(self._settings.epoch)
         self._loader = DataLoader._planned(self._path, self._settings, WHOLE)
@@ -50,6 +53,7 @@ class HiddenStateDataset(IterableDataset[Any]):
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
+        _refuse_to_be_stacked(sys._getframe(1))
         return _Items(self)
 
     def set_epoch(self, epoch: int) -> None:
@@ -79,10 +83,11 @@ class HiddenStateDataset(IterableDataset[Any]):
         self._epoch.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"path": self._path, "settings": self._settings, "epoch": self._epoch}
+        return {"path": self._path, "settings": self._settings, "ranks": self._ranks, "epoch": self._epoch}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._path, self._settings, self._epoch = state["path"], state["settings"], state["epoch"]
+        self._path, self._settings = state["path"], state["settings"]
+        self._ranks, self._epoch = state["ranks"], state["epoch"]
         self._loader = DataLoader._planned(self._path, self._settings, WHOLE)
 
     def _mine(self) -> DataLoader:
@@ -97,6 +102,7 @@ class HiddenStateDataset(IterableDataset[Any]):
 
     def _begin(self) -> Iterator[Any]:
         """Begin an iteration in this process."""
+        check_unchanged(self._ranks)
         loader, worker = self._mine(), get_worker_info()
         if worker is None:
             return iter(loader)
@@ -134,10 +140,30 @@ class _Items:
         return next(self._items)
 
 
-def _ranked(settings: LoaderSettings) -> LoaderSettings:
-    """The settings with ranks; ``ValueError`` where several ranks are at work and none were given."""
-    if settings.rank is None and settings.world_size is None:
-        ranks = find_ranks()
+def _refuse_to_be_stacked(caller: FrameType) -> None:
+    """``ValueError`` if the ``caller`` of ``iter()`` is torch's fetcher, and it would stack whole batches.
+
+    Nothing else tells: torch asks for items and collates them by itself.  A ``collate_fn`` of the script's own knows
+    what it is given.
+    """
+    if "auto_collation" not in caller.f_code.co_varnames:  # f_locals would keep a script's variables alive
+        return
+    given = caller.f_locals
+    if given.get("auto_collation") and given.get("collate_fn") is default_collate:
+        raise ValueError(
+            "HiddenStateDataset gives whole batches, and torch's DataLoader would stack them into batches of batches: "
+            "say torch.utils.data.DataLoader(dataset, batch_size=None); how many samples are in a batch is "
+            "HiddenStateDataset's batch_size= or max_tokens="
+        )
+
+
+def _ranked(settings: LoaderSettings) -> tuple[LoaderSettings, Ranks]:
+    """The settings with ranks, and where those come from.
+
+    ``ValueError`` where several ranks are at work and none were given.
+    """
+    ranks = find_ranks(settings.rank, settings.world_size)
+    if ranks.source != "arguments":
         if ranks.world > 1:
             raise ValueError(
                 f"HiddenStateDataset with {ranks.world} ranks (from {ranks.source}) needs rank= and world_size=. A "
@@ -145,5 +171,6 @@ def _ranked(settings: LoaderSettings) -> LoaderSettings:
                 "too): that would split the batches over the ranks once more and silently drop the rest. "
                 "hsloader.DataLoader finds its ranks itself, and prepare() leaves it alone"
             )
-        settings = replace(settings, rank=0, world_size=1)
-    return settings
+        # Said to the workers, which cannot find them as this process can.
+        settings = replace(settings, rank=ranks.rank, world_size=ranks.world)
+    return settings, ranks

@@ -66,8 +66,10 @@ class Connection:
 
     def close(self) -> None:
         """End the transfers, then the reader and the ring."""
-        self.delivery.close()
-        self.client.close()
+        try:
+            self.delivery.close()
+        finally:  # CUDA refuses everything once a kernel of the script has failed
+            self.client.close()
 
     def timed(self) -> _Timed:
         """A context whose time counts as time inside ``next()``."""
@@ -150,7 +152,10 @@ class _Timed:
 def _own_port(port: int) -> int:
     """The port of this process among the ranks of its machine, which cannot share one."""
     local = os.environ.get("LOCAL_RANK", "")
-    return port + int(local) if port and local.isdecimal() else port
+    own = port + int(local) if port and local.isdecimal() else port
+    if own >= 1 << 16:
+        raise ValueError(f"metrics_port={port}: with the local rank {local} it is {own:,}, and TCP ports end at 65,535")
+    return own
 
 
 def connect(

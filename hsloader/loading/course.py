@@ -110,7 +110,7 @@ class Course:
         if self._cursor.running and run.over:
             self._cursor.finish()
         if self._cursor.running and abandoned:
-            self._cursor.end()
+            self._cursor.end(gave=run.taken > 0)
 
     def steps(self, run: Run | None) -> int:
         """Batches of the whole epoch that runs, else of the next one: what wrappers count with, also after a resume.
@@ -190,10 +190,8 @@ class Course:
         if plan is not None:
             check_position(state.epoch, state.position, len(plan))
         skip = self._taken_by_worker(value)
-        self._short = None
         self._cursor.load(state.epoch, state.position)
-        self._skip = skip
-        self._fewer = None
+        self._skip, self._short, self._fewer = skip, None, None
         if state.segments < len(manifest.segments) and state.position:
             self._fewer = state.epoch, state.segments
             _log.info(

@@ -194,6 +194,7 @@ class DeviceDelivery:
             fetched = stream.peek(following)
             if fetched is not None:
                 self._ahead = {following: self._send(transfers, stream, fetched)}
+        del parcel, sent  # if its transfer is over, its slot is free for what is asked now
         stream.ask()  # last: it wakes the decoders, which compete with this thread for caches and cores
         return delivered
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypedDict
 
@@ -102,10 +102,11 @@ class LoaderSettings:
 
     The process: the data-parallel ``rank`` of ``world_size``, ``device`` of the batches, ``pin_memory`` for CPU ones,
     ``noise`` on states; ``norm_state`` and ``layer_ids`` say what the script expects of the data.  ``on_bad``: a sample
-    whose bytes are damaged raises ``DamageError`` or leaves its batch (``"skip"``).  ``stall_after`` seconds of waiting
-    are reported, and a line of progress comes every ``log_every`` seconds (0: never).  The counters
-    are served to Prometheus on ``metrics_port`` plus the local rank (0: not at all).  ``nvtx``
-    marks the stages of ``next()`` for a profiler, in the whole process.  ``read``: how to read.
+    whose bytes are damaged raises ``DamageError`` or leaves its batch (``"skip"``); bytes that the system refuses to
+    give always raise.  ``stall_after`` seconds of waiting are reported, and a line of progress comes every
+    ``log_every`` seconds (0: never).  The counters are served to Prometheus on ``metrics_port`` plus the local rank
+    (0: not at all).  ``nvtx`` marks the stages of ``next()`` for a profiler, in the whole process.  ``read``: how to
+    read.
     """
 
     trainer: str
@@ -173,6 +174,8 @@ class LoaderSettings:
                 raise TypeError(f"{name}={value!r}: expected a whole number")
         if self.epoch < 0:
             raise ValueError(f"epoch={self.epoch}: epochs count from 0")
+        if not 0 <= self.val_ratio < 1:
+            raise ValueError(f"val_ratio={self.val_ratio!r}: expected a number from 0 up to, not including, 1")
         port = self.metrics_port
         if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 1 << 16:
             raise ValueError(f"metrics_port={port!r}: expected a TCP port, or 0 for none")
@@ -198,6 +201,11 @@ class LoaderSettings:
             raise ValueError("samples= names the samples: give no split=, val_ratio= or split_by= with it")
         if self.batch_sampler is None:
             return
+        if isinstance(self.batch_sampler, Iterator):
+            raise ValueError(
+                "batch_sampler= is an iterator, which gives its batches once, and each epoch begins anew: give a list, "
+                "or an object with an __iter__ of its own"
+            )
         given = {
             "samples": self.samples is not None,
             "val_ratio": bool(self.val_ratio),
@@ -205,6 +213,7 @@ class LoaderSettings:
             "order": self.order != "hsloader",
             "shuffle": self.shuffle is not None,
             "long": self.long != "truncate",
+            "max_tokens": self.max_tokens is not None and self.trainer == "raw",
             "rank": self.rank is not None or self.world_size is not None,
         }
         if named := [name for name, wrong in given.items() if wrong]:

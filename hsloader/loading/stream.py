@@ -19,6 +19,7 @@ from hsloader.batches.layout import BatchLayout
 from hsloader.batches.trainer import Trainer
 from hsloader.errors import DamageError, DatasetError
 from hsloader.monitor.ranges import stage
+from hsloader.monitor.words import plural
 from hsloader.order.sequence import BatchSequence
 from hsloader.reader.batch import BadSample
 from hsloader.reader.client import FeederClient
@@ -131,8 +132,9 @@ class BatchStream:
     def fetch(self, number: int) -> Fetched:
         """The batch of that number of the target, waiting for it.
 
-        Raises ``DamageError`` for bytes that cannot be had, or, under ``on_bad="skip"``, for a batch that cannot go
-        without them; ``FeederError`` if the reader died for good.
+        Raises ``DamageError`` for bytes that are damaged, or, under ``on_bad="skip"``, for a batch that cannot go
+        without them; also for bytes that the system refuses, which are asked for again by the next call; and
+        ``FeederError`` if the reader died for good.
         """
         target = self._target
         assert target is not None
@@ -148,7 +150,7 @@ class BatchStream:
             if not filled.bad:
                 self._check(layout, filled)
                 return Fetched(key, target.epoch, number, layout, filled)
-            self._judge(filled.bad)
+            self._judge(key, filled.bad)
             self.done(key)  # and ask again without the lost samples: the batch stays, its rows change
 
     def peek(self, number: int) -> Fetched | None:
@@ -217,20 +219,30 @@ class BatchStream:
                 self._stalled(waited, key)
                 pause += 60.0
 
-    def _judge(self, bad: Sequence[BadSample]) -> None:
-        """Raise for bad samples, or note that they are left out from now on."""
-        text = self._describe(bad[0])
-        count = len({entry.sample for entry in bad})
-        more = f" (and {count - 1} more samples of this batch)" if count > 1 else ""
+    def _judge(self, key: int, bad: Sequence[BadSample]) -> None:
+        """Raise for the bad samples of a batch, or note that they are left out from now on."""
+        refused = [entry for entry in bad if entry.kind == "os"]
+        told = refused or [entry for entry in bad if entry.sample not in self._lost]
+        if not told:  # the batch had been asked for before they were lost
+            return
+        found = {entry.sample for entry in told}
+        more = f" (and {plural(len(found) - 1, 'more sample')} of this batch)" if len(found) > 1 else ""
+        text = f"{self._describe(told[0])}{more}"
+        if refused:
+            # A lost mount or a lack of descriptors says nothing about a sample, and would empty batch after batch.
+            self.done(key)
+            raise DamageError(
+                f"{text}; the system refuses these bytes, which on_bad='skip' does not cover; the next call asks for "
+                "them again; if the disk is at fault, leave such samples out with samples="
+            )
         if self._on_bad == "raise":
             raise DamageError(
-                f"{text}{more}; run: hsloader verify {self._dataset.path}; on_bad='skip' leaves such samples out"
+                f"{text}; run: hsloader verify {self._dataset.path}; on_bad='skip' leaves such samples out"
             )
-        fresh = {entry.sample for entry in bad} - self._lost
-        self._lost |= fresh
+        self._lost |= found
         self._layouts = {key: laid for key, laid in self._layouts.items() if key in self.client}
-        self.client.counters[TrainerCounter.SKIPPED] += len(fresh)
-        _log.warning("%s%s; left out, as on_bad='skip' says: %d so far", text, more, len(self._lost))
+        self.client.counters[TrainerCounter.SKIPPED] += len(found)
+        _log.warning("%s; left out, as on_bad='skip' says: %d so far", text, len(self._lost))
 
     def _describe(self, entry: BadSample) -> str:
         try:

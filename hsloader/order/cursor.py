@@ -108,9 +108,12 @@ class Cursor:
             self._pending = self._done
         self._running = False
 
-    def end(self) -> None:
-        """The iteration was left before its epoch was over (``break``, an exception)."""
-        if self._running and self._pending is None and self._done == self._begun:
+    def end(self, *, gave: bool = False) -> None:
+        """The iteration was left before its epoch was over (``break``, an exception).
+
+        ``gave``: it gave batches, also if ``reach`` was not told of them.
+        """
+        if self._running and self._pending is None and not gave and self._done == self._begun:
             self._pending, self._loaded = self._begun, self._began_loaded
         self._running = False
 

@@ -145,7 +145,6 @@ def test_distributed_sampler_orders(name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from hsloader import DamageError, DataLoader
-from hsloader.store.dataset import open_dataset
+from hsloader import DamageError, DataLoader, ReadOptions
+from hsloader.reader.access import Access
+from hsloader.store.dataset import Dataset, open_dataset
 from hsloader.store.writer import Writer
 from tests.loader.making import PACKED, PADDED, RAW, assert_same, reference, write
 
@@ -76,6 +78,51 @@ def test_skip_asks_for_nothing_twice_but_the_batches_that_lost_samples(damaged: 
         stats = loader.stats()
     assert stats["batches_cancelled"] == 0
     assert stats["batches_requested"] <= batches + 2 + stats["ring_slots"]  # those of the next epoch are asked ahead
+
+
+def test_what_was_said_to_be_left_out_is_not_said_again(damaged: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The next epoch's batches are asked for before the first loses its samples."""
+    settings = {**RAW, "samples": [3, 4, 5, 6], "batch_size": 4}
+    with DataLoader(damaged, on_bad="skip", **settings) as loader:
+        for _ in range(4):
+            assert [len(batch) for batch in loader] == [2]
+        assert loader.stats()["skipped_samples"] == 2
+    assert caplog.text.count("left out, as on_bad='skip' says") == 1
+    assert "(and 1 more sample of this batch)" in caplog.text
+
+
+@pytest.mark.parametrize("on_bad", ["raise", "skip"])
+def test_bytes_that_the_system_refuses_are_no_damage(
+    dataset: Dataset, on_bad: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A mount that hangs up empties no batches; the sample comes once it is back."""
+    gone = [True]
+    read, resident = Access.read, Access.resident
+
+    def refused(self: Access, *arguments: Any) -> Any:
+        if gone[0]:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return read(self, *arguments)
+
+    monkeypatch.setattr(Access, "read", refused)
+    monkeypatch.setattr(Access, "resident", lambda self, *arguments: None if gone[0] else resident(self, *arguments))
+    with DataLoader(dataset, on_bad=on_bad, read=ReadOptions(in_process=True), **PACKED) as loader:
+        plan = loader.batch_sampler._generate_batches(0)
+        batches = iter(loader)
+        for _ in range(2):
+            with pytest.raises(DamageError, match=r"Stale file handle.*the system refuses.*samples="):
+                next(batches)
+        gone[0] = False
+        got = []
+        while len(got) < len(plan):
+            try:
+                got.append(next(batches))
+            except DamageError:
+                continue  # it was asked for while the mount was gone
+        for batch, samples in zip(got, plan, strict=True):
+            assert_same(batch, reference(dataset, samples, PACKED))
+        assert loader.stats()["skipped_samples"] == 0
+    assert "left out" not in caplog.text
 
 
 def test_a_packed_batch_that_loses_all_is_padding(damaged: Path) -> None:

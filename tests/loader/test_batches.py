@@ -14,6 +14,7 @@ from hsloader import DataLoader, ReadOptions
 from hsloader.batches.noise import GaussianNoise
 from hsloader.errors import IncompatibleError
 from hsloader.store.dataset import Dataset
+from hsloader.store.writer import Writer
 from tests.loader.making import PACKED, PADDED, RAW, assert_same, clone, ids_of, reference
 
 FAMILIES = [
@@ -137,6 +138,25 @@ def test_a_batch_sampler_whose_batches_grow(dataset: Dataset) -> None:
             assert_same(batch, reference(dataset, list(range(len(batch))), RAW))
 
 
+def test_a_batch_sampler_whose_batch_is_too_large_and_then_is_not(dataset: Dataset) -> None:
+    class Varying:
+        size = 1
+
+        def __iter__(self) -> Any:
+            yield list(range(24)) * self.size
+
+    sampler, read = Varying(), ReadOptions(prefetch=4 << 20)
+    with DataLoader(dataset, trainer="raw", batch_sampler=sampler, read=read, log_every=0) as loader:
+        for epoch, size in enumerate((1, 40, 1)):
+            sampler.size = size
+            loader.set_epoch(epoch)
+            if size > 1:
+                with pytest.raises(ValueError, match="prefetch of"):
+                    iter(loader)
+            else:
+                assert [len(batch) for batch in loader] == [24]
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [([[0, 99]], "0 to 23"), ([[]], "list of sample indices"), ([["a"]], "list of sample indices")],
@@ -188,9 +208,14 @@ def test_noise_for_a_trainer_that_names_no_states(dataset: Dataset) -> None:
         ({"samples": [0], "split": "val"}, "samples= names the samples"),
         ({"samples": [0, 0]}, "listed twice"),
         ({"split": "val"}, "give val_ratio= above 0"),
+        ({"val_ratio": -0.5, "split_by": "trainer"}, "val_ratio=-0.5: expected a number from 0"),
+        ({"val_ratio": 1.0}, "val_ratio=1.0"),
+        ({"val_ratio": float("nan"), "split": "all"}, "val_ratio=nan"),
         ({"rank": 1}, "give both, or neither"),
         ({"rank": 2, "world_size": 2}, "no such rank"),
         ({"batch_sampler": [[0]], "val_ratio": 0.1}, "give no val_ratio= with it"),
+        ({"batch_sampler": [[0, 1, 2]], "trainer": "raw"}, "give no max_tokens= with it"),
+        ({"batch_sampler": iter([[0]])}, "is an iterator, which gives its batches once"),
         ({"min_loss_tokens": 1000}, "no sample is left"),
         ({"max_length": 1}, r"no token of \d+ samples would reach a batch.*raise max_length"),
         ({"val_ratio": 0.9999999}, "0 samples to train, .*lower val_ratio"),
@@ -245,3 +270,12 @@ def test_stats_count_what_was_handed_out(dataset: Dataset) -> None:
     assert stats["batches"] == stats["epoch_batches"] == stats["position"]
     assert stats["rows"] == stats["batches"] * PACKED["max_tokens"]
     assert all(isinstance(value, float) for value in stats.values())
+
+
+def test_a_trainers_contiguous_split_is_where_the_trainer_cuts(tmp_path: Path) -> None:
+    """100 * 0.58 is just under 58 and cut to 57, but 1 - 0.42 is just over 0.58."""
+    with Writer(tmp_path / "data.hs") as writer:
+        for _ in range(100):
+            writer.append(input_ids=torch.arange(3), loss_mask=torch.ones(3, dtype=torch.int64))
+    with DataLoader(tmp_path / "data.hs", val_ratio=0.42, split_by="contiguous", **RAW) as loader:
+        assert loader._epochs.usable.tolist() == list(range(int(100 * 0.58)))

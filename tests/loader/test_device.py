@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import random
 import time
@@ -15,6 +16,7 @@ import torch
 import hsloader.loading.delivery as delivery_module
 import hsloader.loading.settings as settings_module
 from hsloader import DataLoader, UniformNoise
+from hsloader.device import CudaDriver
 from hsloader.errors import LoaderError
 from hsloader.store.dataset import Dataset
 from tests.loader.making import PACKED, PADDED, RAW, assert_same, clone, reference
@@ -269,3 +271,140 @@ def test_a_loader_that_is_only_collected_unregisters_first(dataset: Dataset, dri
     del loader
     gc.collect()
     assert not driver.registered
+
+
+def test_a_slot_is_free_for_the_next_request_once_its_copy_is_over(dataset: Dataset, driver: LateDriver) -> None:
+    with DataLoader(dataset, device="cuda", **{**PACKED, "max_tokens": 120}) as loader:
+        batches = iter(loader)
+        client = loader._connection.client  # type: ignore[union-attr]
+        for _ in range(6):
+            next(batches)
+            driver.drain()
+            assert client.free == 0  # all are asked for, filled, or the one batch ahead
+        driver.drain()
+
+
+def test_an_interrupt_anywhere_in_a_transfer_loses_nothing(
+    dataset: Dataset, driver: LateDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also no slot, no registration, and no memory that the device still writes to."""
+    fuse = [0]
+
+    def burning(call: Callable[..., Any]) -> Callable[..., Any]:
+        def burn(*arguments: Any, **options: Any) -> Any:
+            result = call(*arguments, **options)
+            fuse[0] -= 1
+            if fuse[0] == 0:
+                raise KeyboardInterrupt
+            return result
+
+        return burn
+
+    for name in ("current", "empty", "pinned", "event", "record", "wait", "run", "register"):
+        monkeypatch.setattr(driver, name, burning(getattr(driver, name)))
+    driver.moves = True
+    settings = {**PACKED, "trainer": "speculators-0.4", "max_tokens": 120, "noise": UniformNoise(0.05)}
+    with DataLoader(dataset, **settings) as loader:
+        wanted = [big_tensors(clone(batch)) for batch in loader]
+    interrupts = 0
+    with DataLoader(dataset, device="cuda", **settings) as loader:
+        monkeypatch.setattr(driver, "register", lambda memory: driver.registered.add(memory.ctypes.data))
+        for length in range(1, 24):
+            loader.set_epoch(0)
+            batches, got = iter(loader), []
+            for _ in wanted:
+                fuse[0] = length
+                try:
+                    batch = next(batches)
+                except KeyboardInterrupt:
+                    interrupts += 1
+                    fuse[0] = 0
+                    transfers = loader._connection.delivery._transfers  # type: ignore[union-attr]
+                    under_way = sum(kind == "run" for kind, _ in driver.side.queue)
+                    assert under_way <= transfers.moving  # whose memory and slots are kept
+                    batch = next(batches)
+                got.append(big_tensors(batch))
+            driver.drain()
+            assert_same(got, wanted)
+        assert interrupts > 50
+        connection = loader._connection
+        assert connection is not None
+        connection.delivery._transfers.retire()  # type: ignore[attr-defined]
+        del batch, batches
+        gc.collect()
+        assert connection.client.held == 0
+
+
+def test_a_forked_child_leaves_the_parents_transfers_alone(dataset: Dataset, driver: LateDriver) -> None:
+    with DataLoader(dataset, device="cuda", **PACKED) as loader:
+        next(iter(loader))
+        memory = loader._connection.delivery._transfers._memory  # type: ignore[union-attr]
+        child = delivery_module.Transfers(driver, (), None, lambda *_: None)
+        child._memory.owner = -1
+        child._memory.moving, child._memory.registered = list(memory.moving), dict(memory.registered)
+        queued = len(driver.side.queue)
+        child.close()
+        assert driver.registered
+        assert len(driver.side.queue) == queued
+        driver.drain()
+
+
+def test_a_cuda_that_is_broken_keeps_nothing_open(
+    dataset: Dataset, driver: LateDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel of the script has failed: from then on every call raises, the one that waits in close() too."""
+    loader = DataLoader(dataset, device="cuda", **PACKED)
+    next(iter(loader))
+    client = loader._connection.client  # type: ignore[union-attr]
+
+    def broken(event: LateEvent) -> None:
+        raise RuntimeError("device-side assert")
+
+    monkeypatch.setattr(driver, "synchronize", broken)
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        loader.close()
+    assert client._state.closed
+    assert not driver.registered
+    loader.close()
+    driver.drain()
+
+
+class Cudart:
+    """Registers as CUDA does: an address that is registered is refused."""
+
+    def __init__(self, *, stubborn: bool = False) -> None:
+        self.known: set[int] = set()
+        self.calls: list[str] = []
+        self._stubborn = stubborn
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.calls.append("register")
+        if address in self.known:
+            return 712
+        self.known.add(address)
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.calls.append("unregister")
+        if not self._stubborn:
+            self.known.discard(address)
+        return 0
+
+
+def test_memory_that_counts_as_registered_is_registered_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left of an older ring at the same address would be read instead of this one."""
+    driver = CudaDriver.__new__(CudaDriver)
+    driver.device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    memory = np.zeros(4096, np.uint8)
+    for stubborn in (False, True):
+        cudart = Cudart(stubborn=stubborn)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda cudart=cudart: cudart)
+        driver.register(memory)
+        assert cudart.calls == ["register"]
+        if stubborn:
+            with pytest.raises(LoaderError, match="CUDA error 712"):
+                driver.register(memory)
+        else:
+            driver.register(memory)
+        assert cudart.calls == ["register", "register", "unregister", "register"]

@@ -10,6 +10,9 @@ import pytest
 
 from hsloader import DataLoader
 from hsloader.errors import LoaderError, StateError
+from hsloader.loading.course import Share
+from hsloader.loading.settings import LoaderSettings
+from hsloader.order.sequence import MOST_EPOCHS
 from hsloader.store.dataset import open_dataset
 from tests.loader.making import PACKED, PADDED, RAW, ids_of, write
 
@@ -58,6 +61,10 @@ def test_a_new_iter_ends_the_old_one(path: Path) -> None:
         assert [ids_of(batch) for batch in new] == epoch_of(path, 1)
         with pytest.raises(StopIteration):
             next(new)
+        third = iter(loader)
+        next(third)
+        assert next(new, None) is None  # what is over stays over
+    assert next(new, None) is None
 
 
 @pytest.mark.parametrize("settings", [SMALL, PADDED, RAW], ids=["packed", "padded", "raw"])
@@ -278,3 +285,39 @@ def test_iterating_a_closed_loader(path: Path) -> None:
     with pytest.raises(LoaderError, match="closed"):
         iter(loader)
     assert loader.state_dict()["position"] == 1
+
+
+def test_the_last_epoch_that_can_be_named(path: Path) -> None:
+    last = MOST_EPOCHS - 1
+    with DataLoader(path, **{**SMALL, "epoch": last}) as loader:
+        assert len(list(loader)) == len(epoch_of(path, last))
+
+
+def test_a_refused_state_changes_nothing(path: Path) -> None:
+    """Also not what ``len()`` counts after a skip."""
+    with DataLoader(path, **SMALL) as loader:
+        state = through_json(loader)
+        everything = loader.batch_sampler._generate_batches(0)
+        loader.batch_sampler._cached_generated_batches = (0, everything[2:])
+        batches = iter(loader)
+        next(batches)
+        with pytest.raises(StateError, match="while an iteration runs"):
+            loader.load_state_dict(state)
+        assert len(loader) == len(everything) - 2
+
+
+def test_a_workers_iteration_that_was_left_is_not_begun_again(path: Path) -> None:
+    """Persistent workers: a resumed epoch that ends by ``break`` gives way to the next one."""
+    share = Share(1, 2)
+    with DataLoader._planned(path, LoaderSettings.of(SMALL), share) as loader:
+        batches = iter(loader)
+        next(batches)
+        state = through_json(loader)
+    with DataLoader._planned(path, LoaderSettings.of(SMALL), share) as loader:
+        loader.load_state_dict(state)
+        batches = iter(loader)
+        next(batches)
+        del batches
+        assert through_json(loader)["epoch"] == 0
+        assert not loader._course.loaded
+        assert loader._course.upcoming == (1, 0)

@@ -73,3 +73,13 @@ def test_a_dataset_for_torch_demands_ranks(path: Path, monkeypatch: pytest.Monke
     dataset = HiddenStateDataset(path, rank=1, world_size=2, **PACKED)
     assert len(list(dataset)) == len(dataset)
     dataset.close()
+
+
+def test_a_dataset_for_torch_notices_ranks_that_come_later(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each of them would read every batch."""
+    dataset = HiddenStateDataset(path, **PACKED)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(LoaderError, match=r"rank 0 of 1 \(from no launcher\), now this is rank 1 of 2"):
+        next(iter(dataset))
+    dataset.close()

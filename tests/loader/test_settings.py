@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hsloader import DataLoader, HiddenStateDataset, LoaderError
+from hsloader.loading.connection import _own_port
 
 
 @pytest.mark.parametrize("device", ["gpu", "meta", 1.5, None])
@@ -41,3 +42,11 @@ def test_a_wrong_keyword_is_answered_with_the_right_one(
 ) -> None:
     with pytest.raises(TypeError, match=words):
         make(path, **given)
+
+
+def test_each_rank_of_a_machine_has_a_port_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (_own_port(0), _own_port(9000)) == (0, 9000)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert (_own_port(0), _own_port(9000)) == (0, 9003)
+    with pytest.raises(ValueError, match="metrics_port=65535: with the local rank 3 it is 65,538"):
+        _own_port(65535)

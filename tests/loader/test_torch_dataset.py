@@ -84,6 +84,18 @@ def test_lists_of_samples_travel_too(path: Path) -> None:
     dataset.close()
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batches_are_not_stacked_into_batches(path: Path, items: HiddenStateDataset, workers: int) -> None:
+    for size in (1, 4):
+        stock = torch.utils.data.DataLoader(items, batch_size=size, num_workers=workers)
+        with pytest.raises(ValueError, match="batch_size=None"):
+            next(iter(stock))
+    _end(stock)
+    if not workers:
+        own = torch.utils.data.DataLoader(items, batch_size=1, collate_fn=lambda batches: batches[0])
+        assert_same(list(own), wanted(path, 0))
+
+
 @pytest.mark.parametrize("refused", ["device", "pin_memory", "batch_sampler"])
 def test_what_it_does_not_take(path: Path, refused: str) -> None:
     with pytest.raises(TypeError, match=f"takes no {refused}="):

@@ -123,6 +123,13 @@ class TestCursor:
         assert cursor.set_epoch(3) is None  # still the loaded position
         assert cursor.begin() == (3, 2)
 
+    def test_an_iteration_that_gave_something_counts_also_if_no_position_was_reached(self) -> None:
+        cursor = Cursor(2)
+        cursor.load(3, 2)
+        cursor.begin()
+        cursor.end(gave=True)
+        assert (cursor.loaded, cursor.upcoming) == (False, (4, 0))
+
     def test_set_epoch_repeats_and_jumps(self) -> None:
         cursor = Cursor(2)
         assert cursor.set_epoch(4) is None
