@@ -238,9 +238,9 @@ def _waits(
 ) -> float:
     """Share of the time that next() waited for a batch that was not there yet."""
     client = loader._connection.client  # type: ignore[union-attr]
-    before, at = client.stats()["wait_seconds"], time.perf_counter()
+    before, at = client.stats()["data_wait_seconds"], time.perf_counter()
     bench.steps(step, count, batches)
-    return (client.stats()["wait_seconds"] - before) / (time.perf_counter() - at)
+    return (client.stats()["data_wait_seconds"] - before) / (time.perf_counter() - at)
 
 
 def launch(bench: Bench) -> None:

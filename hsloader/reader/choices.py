@@ -23,7 +23,7 @@ _log = logging.getLogger("hsloader.reader")
 _LEAST_SLOTS = 3
 _READERS = {"mmap": 8, "direct": 8, "pread": 8}
 _REMOTE_READERS = 16  # a server answers many requests at a time, each of them late
-_DECODERS_EACH = 8  # more threads of one process wait for one another (see ``helpers``)
+_DECODERS_EACH = 2  # threads of one process wait for one another (see ``helpers``)
 
 
 def possible_options(options: ReadOptions) -> ReadOptions:
@@ -36,9 +36,9 @@ def possible_options(options: ReadOptions) -> ReadOptions:
 
 
 def choose_settings(
-    dataset: Dataset, fields: tuple[str, ...], options: ReadOptions, metrics_port: int
+    dataset: Dataset, fields: tuple[str, ...], options: ReadOptions, *, slots: int, metrics_port: int
 ) -> tuple[EngineSettings, str]:
-    """How the engine is to read, and why in this mode."""
+    """How the engine is to read batches into so many slots, and why in this mode."""
     path = dataset.path.absolute()
     widest = max(fields, key=lambda name: dataset.fields[name].row_bytes)
     mode = choose_mode(
@@ -49,7 +49,7 @@ def choose_settings(
     )
     cores = cpu_share()
     decoders = options.threads or max(1, cores - 1 if cores > 2 else cores)
-    engines = 1 if options.in_process else min(MOST_ENGINES, -(-decoders // _DECODERS_EACH))
+    engines = 1 if options.in_process else _engines(decoders, slots)
     readers = max(_READERS[mode.mode], 2 * engines) if mode.local else _REMOTE_READERS
     settings = EngineSettings(
         path=str(path),
@@ -66,6 +66,15 @@ def choose_settings(
         metrics_port=metrics_port,
     )
     return settings, mode.reason
+
+
+def _engines(decoders: int, slots: int) -> int:
+    """Processes that share the decoding: even two threads gain from two, as long as each has a batch to fill.
+
+    A batch is filled by one process, and of few slots some are with the trainer.
+    """
+    wanted = max(min(decoders, 2), decoders // _DECODERS_EACH)
+    return max(1, min(MOST_ENGINES, wanted, slots // 2))
 
 
 def check_budget(slot_bytes: int, budget: int) -> None:

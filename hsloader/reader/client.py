@@ -18,6 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hsloader.errors import FeederError, LoaderError
+from hsloader.monitor.header import take_snapshot
+from hsloader.monitor.stats import flat_stats
 from hsloader.reader.batch import BAD_BYTES, decode_bad, pack_blob
 from hsloader.reader.choices import check_budget, choose_settings, possible_options
 from hsloader.reader.counters import FeederCounter, ThreadCounter, TrainerCounter
@@ -25,7 +27,8 @@ from hsloader.reader.hosts import Host, ProcessHost, ThreadHost, wait_readable
 from hsloader.reader.lease import Filled, Slot, State, watch_forks
 from hsloader.reader.options import ReadOptions
 from hsloader.reader.pieces import WIRE, BatchRequest, SampleTable, span_offsets, to_wire
-from hsloader.reader.report import file_in_hand, summary
+from hsloader.reader.prefault import prefault_while_starting
+from hsloader.reader.report import file_in_hand
 from hsloader.reader.ring import Ring, RingShape, Status
 
 if TYPE_CHECKING:
@@ -72,10 +75,13 @@ class FeederClient:
         self._table = SampleTable(dataset.segment_of, dataset.first_rows, dataset.lengths)
         size = RingShape.round_slot(slot_bytes)
         check_budget(size, budget)
-        self._settings, self.mode_reason = choose_settings(dataset, self.fields, self.options, metrics_port)
+        slots = min(_MOST_SLOTS, budget // size)
+        self._settings, self.mode_reason = choose_settings(
+            dataset, self.fields, self.options, slots=slots, metrics_port=metrics_port
+        )
         area = len(self.fields) * 16 + pieces * WIRE.itemsize + BAD_BYTES
         self._shape = RingShape(
-            slots=min(_MOST_SLOTS, budget // size),
+            slots=slots,
             slot_bytes=size,
             area_bytes=-(-area // 64) * 64,
             threads=self._settings.readers + self._settings.decoders,
@@ -158,8 +164,9 @@ class FeederClient:
         return self._state.ring.trainer
 
     def stats(self) -> dict[str, float]:
-        """The reader's counters as a flat dict: bytes, seconds and counts since the client was made."""
-        return summary(self._state.ring)
+        """The ring's counters since the client was made; the names are those of ``hsloader.monitor.stats``."""
+        self._check()
+        return flat_stats(take_snapshot(self._state.ring.fd, self._state.ring.shape))
 
     def __contains__(self, key: object) -> bool:
         return key in self._keys
@@ -335,6 +342,8 @@ class FeederClient:
             return ThreadHost(self._state.ring, self._settings)
         host = ProcessHost(self._state.ring, self._settings)
         self.counters[TrainerCounter.FEEDER_PID] = host.pid
+        if not self.restarts:
+            prefault_while_starting(self._state.ring)
         return host
 
     def _listen(self) -> None:

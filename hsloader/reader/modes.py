@@ -101,7 +101,7 @@ def choose_mode(options: ReadOptions, root: Path, stored_bytes: int, find_shard:
     else:
         reason = "asked for"
     if mode == "mmap" and options.in_process:
-        mode, reason = "pread", "inside the trainer's process, where a truncated file under a map would kill it"
+        mode, reason = "pread", "in threads of this process, which a truncated file under a map would kill"
     if mode == "direct":
         shard = find_shard()
         if shard is not None and not supports_direct(shard):

@@ -24,7 +24,7 @@ __all__ = ["Plan"]
 
 Bytes = npt.NDArray[np.uint8]
 
-_FAULT_BYTES = 32 << 20  # one thread's share of giving a slot its pages
+_FAULT_BYTES = 2 << 20  # short: opening a shard maps it, and waits for whoever is giving pages
 
 
 class _Step:

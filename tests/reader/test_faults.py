@@ -100,7 +100,8 @@ def test_sigbus_names_the_file_in_hand(usual: Dataset, caplog: pytest.LogCapture
         assert_filled(usual, request, client.wait(0, 20))
         assert client.pid is not None
         os.kill(client.pid, signal.SIGSTOP)
-        row = client.ring.threads[0]
+        number = next(i for i in range(len(client.ring.threads)) if client.ring.path(i))
+        row = client.ring.threads[number]
         row[2:7] = (4, time.monotonic_ns(), 1, 4096, 100)  # as if the thread were reading
         os.kill(client.pid, signal.SIGBUS)
         os.kill(client.pid, signal.SIGCONT)
@@ -109,7 +110,8 @@ def test_sigbus_names_the_file_in_hand(usual: Dataset, caplog: pytest.LogCapture
     words = caplog.records[-1].getMessage()
     assert "SIGBUS" in words
     assert "Fatal Python error: Bus error" in words
-    assert f"at byte 4,096 in {usual.path}" in words
+    assert "at byte 4,096" in words  # other threads may be named beside it
+    assert f"in {usual.path}" in words
 
 
 def test_a_feeder_that_leaves_a_thread_in_the_kernel(

@@ -35,12 +35,22 @@ def go_through(client: FeederClient, dataset: Dataset, count: int, seed: int = 0
         client.done(key)
 
 
+@pytest.mark.parametrize(
+    ("threads", "slots", "expected"), [(1, 8, 0), (2, 8, 1), (2, 3, 0), (5, 8, 1), (6, 8, 2), (16, 8, 3), (16, 4, 1)]
+)
+def test_how_many_there_are(usual: Dataset, threads: int, slots: int, expected: int) -> None:
+    """Two decode threads a process at least, and two slots: a process without a batch to fill is of no use."""
+    with make_client(usual, slots=slots, threads=threads) as client:
+        client.start()
+        assert len(helpers(client)) == expected
+
+
 def test_they_share_the_work(usual: Dataset) -> None:
-    with make_client(usual, slots=5, threads=17) as client:
+    with make_client(usual, slots=8, threads=17) as client:
         poison(client)
         go_through(client, usual, 30)
         pids = helpers(client)
-        assert len(pids) == 2
+        assert len(pids) == 3
         assert all(runs(pid) for pid in pids)
         rows = client.ring.threads
         assert {int(row[ThreadCounter.PROCESS]) for row in rows} == {client.pid, *pids}
@@ -78,10 +88,10 @@ def test_a_dying_helper_takes_the_feeder_along(
 
 
 def test_a_dying_feeder_takes_its_helpers_along(usual: Dataset) -> None:
-    with make_client(usual, threads=24) as client:
+    with make_client(usual, slots=8, threads=24) as client:
         go_through(client, usual, 4)
         old = helpers(client)
-        assert len(old) == 2
+        assert len(old) == 3
         assert client.pid is not None
         os.kill(client.pid, signal.SIGKILL)
         go_through(client, usual, 6, seed=1)
