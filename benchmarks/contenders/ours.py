@@ -10,9 +10,7 @@ from contenders.common import Sample
 
 NAME = "hsloader"
 HOLDS = "bfloat16"
-SETTINGS = [
-    {"mode": mode, "threads": n} for mode, n in (("mmap", None), ("mmap", 2), ("pread", None), ("direct", None))
-]
+SETTINGS = [{"mode": mode, "threads": None} for mode in ("auto", "mmap", "pread", "direct")]
 
 
 def convert(source: Path, target: Path) -> None:
