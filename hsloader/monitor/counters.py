@@ -12,6 +12,7 @@ from enum import IntEnum
 from typing import Protocol
 
 __all__ = [
+    "OWN_COUNTERS",
     "WAIT_CLASSES",
     "FeederCounter",
     "Stage",
@@ -20,6 +21,9 @@ __all__ = [
     "count_wait",
     "wait_quantile",
 ]
+
+
+OWN_COUNTERS = 8  # of an engine, from TAKEN on: see FeederCounter.PARTS
 
 
 class TrainerCounter(IntEnum):
@@ -76,7 +80,7 @@ class FeederCounter(IntEnum):
     READERS = 13  # read threads
     HELPERS = 16  # to 19: process ids of the processes that decode beside the feeder, 0 where there is none
     LOOKS = 20  # to 23: instant of each engine's own last look; SEEN_AT is the newest of them
-    PARTS = 32  # to 63: TAKEN to QUEUED_DECODES of each engine by itself, eight an engine; above they are summed
+    PARTS = 32  # to 63: TAKEN to QUEUED_DECODES as each engine writes them, eight an engine; a snapshot sums them
 
 
 class Stage(IntEnum):

@@ -27,7 +27,7 @@ from typing import Any
 
 from crc32c import crc32c
 
-from hsloader.monitor.counters import WAIT_CLASSES, FeederCounter, Stage, ThreadCounter, TrainerCounter
+from hsloader.monitor.counters import OWN_COUNTERS, WAIT_CLASSES, FeederCounter, Stage, ThreadCounter, TrainerCounter
 
 __all__ = [
     "MEMFD_NAME",
@@ -203,6 +203,8 @@ class Snapshot:
     """(serial, generation) of the request in each slot that has one."""
     filled: frozenset[int] = frozenset()
     """Serials of the requests whose slots are filled."""
+    given_up: frozenset[int] = frozenset()
+    """Serials of the requests that ended otherwise: cancelled, or the feeder failed over them."""
     info: Mapping[str, Any] = field(default_factory=dict)
     feeder_info: Mapping[str, Any] = field(default_factory=dict)
 
@@ -241,7 +243,14 @@ class Snapshot:
     def reading(self) -> int:
         """Batches that are asked for and not read yet."""
         generation = self[TrainerCounter.GENERATION]
-        return sum(g == generation and s not in self.filled for s, g in self.asked)
+        return sum(g == generation and s not in self.filled and s not in self.given_up for s, g in self.asked)
+
+
+def _summed(feeder: tuple[int, ...]) -> tuple[int, ...]:
+    """The feeder's counters, with those that each of its engines writes for itself summed."""
+    first, parts = FeederCounter.TAKEN, feeder[FeederCounter.PARTS :]
+    sums = (sum(parts[place::OWN_COUNTERS]) for place in range(OWN_COUNTERS))
+    return (*feeder[:first], *sums, *feeder[first + OWN_COUNTERS :])
 
 
 def take_snapshot(fd: int, shape: RingShape | None = None) -> Snapshot:
@@ -263,10 +272,11 @@ def take_snapshot(fd: int, shape: RingShape | None = None) -> Snapshot:
         slots=shape.slots,
         slot_bytes=shape.slot_bytes,
         trainer=struct.unpack_from(layout, data, PAGE),
-        feeder=struct.unpack_from(layout, data, shape.feeder_at),
+        feeder=_summed(struct.unpack_from(layout, data, shape.feeder_at)),
         threads=tuple(row for row in rows if row.counters[ThreadCounter.KIND]),
         asked=tuple((r[0], r[2]) for r in requests if r is not None),
         filled=frozenset(c[0] for c in completions if c is not None and c[1] == FILLED),
+        given_up=frozenset(c[0] for c in completions if c is not None and c[1] != FILLED),
         info=unpack_info(data[shape.info_at : shape.info_at + INFO]),
         feeder_info=unpack_info(data[shape.info_at + INFO : shape.info_at + 2 * INFO]),
     )

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from hsloader.monitor.counters import FeederCounter, Stage, ThreadCounter, TrainerCounter
+from hsloader.monitor.counters import OWN_COUNTERS, FeederCounter, Stage, ThreadCounter, TrainerCounter
 
-__all__ = ["FeederCounter", "Stage", "ThreadCounter", "TrainerCounter"]
+__all__ = ["OWN_COUNTERS", "FeederCounter", "Stage", "ThreadCounter", "TrainerCounter"]

@@ -19,7 +19,7 @@ from typing import Any
 
 from hsloader.reader.access import Access, Bypass
 from hsloader.reader.batch import Batch, encode_bad
-from hsloader.reader.counters import FeederCounter, TrainerCounter
+from hsloader.reader.counters import OWN_COUNTERS, FeederCounter, TrainerCounter
 from hsloader.reader.ring import Ring, Status
 from hsloader.reader.steps import Plan
 from hsloader.reader.workers import Shared, Worker
@@ -29,7 +29,6 @@ from hsloader.store.stored_segment import Segment
 __all__ = ["MOST_ENGINES", "Engine", "EngineSettings"]
 
 _PARTS = int(FeederCounter.PARTS)
-_COUNTED = 8  # counters that each engine has of its own, from TAKEN on
 MOST_ENGINES = 4
 
 _BUFFERS = 20  # at most, of one run each: 80 MiB
@@ -72,20 +71,20 @@ class EngineSettings:
 class Engine:
     """Fills requests of a ring: all of them, or those of its ``part`` where several processes share the work.
 
-    ``bells`` are the sockets that get a byte when a batch is done.
+    ``bell`` is the socket that gets a byte when a batch is done.
     """
 
-    def __init__(self, ring: Ring, settings: EngineSettings, bells: Sequence[socket.socket], part: int = 0) -> None:
+    def __init__(self, ring: Ring, settings: EngineSettings, bell: socket.socket, part: int = 0) -> None:
         self.ring = ring
         self.settings = settings
         self.part = part
-        self._bells = tuple(bells)
+        self._bell = bell
         self._seen = [0] * ring.shape.slots
         self._active: dict[int, Batch] = {}
         self._refusal = ""
         self._lock = threading.Lock()  # completions and the counters
         self._workers: list[Worker] = []
-        self._counts = ring.feeder[_PARTS + part * _COUNTED : _PARTS + (part + 1) * _COUNTED]
+        self._counts = ring.feeder[_PARTS + part * OWN_COUNTERS : _PARTS + (part + 1) * OWN_COUNTERS]
         self._shared = self._prepare()
 
     def _prepare(self) -> Shared:
@@ -167,14 +166,6 @@ class Engine:
             self._counts[_place(FeederCounter.OPEN_SHARDS)] = len(self._shared.shards)
             now = time.monotonic_ns()
             self.ring.feeder[FeederCounter.LOOKS + self.part] = self.ring.feeder[FeederCounter.SEEN_AT] = now
-        self.publish()
-
-    def publish(self) -> None:
-        """Sum the engines' counters to those that everybody reads; the first engine does it for all."""
-        if self.part == 0:
-            feeder = self.ring.feeder
-            parts = feeder[_PARTS : _PARTS + self.settings.engines * _COUNTED].reshape(-1, _COUNTED)
-            feeder[FeederCounter.TAKEN : FeederCounter.TAKEN + _COUNTED] = parts.sum(axis=0)
 
     def _begin(self, batch: Batch, blob: bytes, generation: int) -> None:
         self._active[batch.request.serial] = batch
@@ -208,9 +199,8 @@ class Engine:
             self._complete(batch, status, blob)
         except Exception as error:  # a batch that is never reported would be waited for without end
             self._complete(batch, Status.FAILED, f"{type(error).__name__}: {error}".encode())
-        for bell in self._bells:
-            with contextlib.suppress(OSError):  # a full one holds a byte already; a closed one ends the process
-                bell.send(b"\0")
+        with contextlib.suppress(OSError):  # a full one holds a byte already; a closed one ends the process
+            self._bell.send(b"\0")
 
     def _complete(self, batch: Batch, status: int, blob: bytes) -> None:
         finished = time.monotonic_ns()
@@ -222,7 +212,6 @@ class Engine:
                 counts[_place(FeederCounter.FILL_NS)] += finished - batch.started
             elif status == Status.CANCELLED:
                 counts[_place(FeederCounter.CANCELLED)] += 1
-            self.publish()
             self.ring.write_completion(
                 batch.slot,
                 batch.request,

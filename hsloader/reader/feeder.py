@@ -29,7 +29,7 @@ def main(parent: Parent) -> None:
     ring.feeder[FeederCounter.STARTED_AT] = begun
     settings = EngineSettings.of(parent.args)
     helpers = Helpers(ring, parent, settings)  # forks, so before any thread
-    engine = Engine(ring, settings, [parent.channel])
+    engine = Engine(ring, settings, parent.channel)
     engine.start()
     stderr = parent.fds.get("stderr")
 

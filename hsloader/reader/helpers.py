@@ -115,7 +115,7 @@ def _help(ring: Ring, parent: Parent, settings: EngineSettings, bell: socket.soc
     """Serve until the feeder's first process or the trainer ends."""
     bell.setblocking(False)
     parent.channel.setblocking(False)
-    engine = Engine(ring, settings, [parent.channel, bell], part)
+    engine = Engine(ring, settings, parent.channel, part)
     engine.start()
     poller = select.poll()
     poller.register(bell, select.POLLIN)

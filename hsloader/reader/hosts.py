@@ -121,7 +121,7 @@ class ThreadHost:
         self.pid = os.getpid()
         self._closed = False
         self._theirs = theirs
-        self._engine = Engine(ring, settings, [theirs])
+        self._engine = Engine(ring, settings, theirs)
         self._engine.start()
         arguments = (self._engine, theirs, NoCrew())
         self._thread = threading.Thread(target=serve, args=arguments, name="hsl-engine", daemon=True)

@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 from crc32c import crc32c
 
-from hsloader.monitor.counters import FeederCounter, ThreadCounter, TrainerCounter
 from hsloader.monitor.header import (
     CHECK,
     COMPLETION,
@@ -221,14 +220,6 @@ class Ring:
         """The file that a feeder thread works on or worked on last."""
         text: bytes = self._paths[thread].tobytes()
         return text.split(b"\0", 1)[0].decode(errors="replace")
-
-    def totals(self) -> dict[str, int]:
-        """Every counter by name: ``trainer_*``, ``feeder_*``, and the threads' totals summed as ``threads_*``."""
-        found = {f"trainer_{c.name.lower()}": int(self.trainer[c]) for c in TrainerCounter}
-        found |= {f"feeder_{c.name.lower()}": int(self.feeder[c]) for c in FeederCounter}
-        sums = self.threads.sum(axis=0)
-        found |= {f"threads_{c.name.lower()}": int(sums[c]) for c in ThreadCounter if c >= ThreadCounter.READS}
-        return found
 
     def _write_record(self, at: int, record: bytes) -> None:
         self._header[at : at + len(record) + 4] = record + CHECK.pack(crc32c(record))

@@ -26,13 +26,13 @@ class Crew(Protocol):
 
     @property
     def sockets(self) -> list[socket.socket]:
-        """What they ring when they have filled a batch."""
+        """What they hold as long as they live."""
 
     def wake(self) -> None:
         """Have them look at the requests."""
 
     def listen(self) -> None:
-        """Take in their bells; ends this process if one of them has ended."""
+        """Ends this process if one of them has ended."""
 
 
 class NoCrew:
@@ -78,8 +78,6 @@ def serve(
             if heard or not events:
                 engine.look()
                 idle.look(engine.ring)
-            else:
-                engine.publish()
 
 
 def listen(channel: socket.socket) -> tuple[bool, bool]:

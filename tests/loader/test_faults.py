@@ -150,7 +150,7 @@ print("samples", 2 + sum(len(batch) for batch in batches))
 def test_the_feeder_follows_a_killed_trainer(script: Script, number: signal.Signals) -> None:
     process = script.start("next(iter(loader)); print('ready', flush=True); time.sleep(60)")
     until_line(process, "ready")
-    assert len(script.relatives()) == 2
+    assert len(script.relatives()) >= 2  # itself and the feeder, which may have helpers
     os.kill(process.pid, number)
     assert process.wait(10) == -number
     script.assert_gone()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from hsloader.monitor.counters import FeederCounter, ThreadCounter
+from hsloader.monitor.header import take_snapshot
 from hsloader.reader.client import FeederClient
 from hsloader.store.dataset import Dataset
 from tests.reader.making import assert_filled, eventually, make_client, poison, random_request, runs
@@ -59,8 +60,8 @@ def test_they_share_the_work(usual: Dataset) -> None:
             mine = rows[rows[:, ThreadCounter.PROCESS] == pid]
             assert mine[:, ThreadCounter.FRAMES].sum() > 0
             assert {int(tid) for tid in mine[:, ThreadCounter.TID]} <= {int(t) for t in os.listdir(f"/proc/{pid}/task")}
-        assert eventually(lambda: client.stats()["batches_filled"] == 30)
-        assert int(client.ring.feeder[FeederCounter.TAKEN]) == 30
+        assert client.stats()["batches_filled"] == 30
+        assert take_snapshot(client.ring.fd)[FeederCounter.TAKEN] == 30
         for _ in range(3):
             client.abandon()
             go_through(client, usual, 6, seed=1)

@@ -113,8 +113,8 @@ def test_a_monitor_reads_only() -> None:
     other = attached(ring, writable=False)
     assert other.info() == {"dataset": "/data.hs", "rank": 3}
     assert "left out" in other.info(feeder=True)["error"]
-    assert other.totals()["trainer_tokens"] == 5
-    assert other.totals()["threads_read_bytes"] == 30
+    assert other.trainer[TrainerCounter.TOKENS] == 5
+    assert other.threads[:, ThreadCounter.READ_BYTES].sum() == 30
     assert other.path(0) == "short"
     assert len(other.path(1)) == 255
     assert other.path(1).endswith("/c.0.0")
