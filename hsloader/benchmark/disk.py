@@ -9,7 +9,6 @@ fetched from storage after. The count is of block devices: on file systems of se
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from hsloader.benchmark.results import Measurement, State
 from hsloader.benchmark.scratch import ScratchFile
 from hsloader.benchmark.timing import Deadline, run_threads
 from hsloader.reader.modes import file_system
+from hsloader.store.pages import page_memory
 
 __all__ = ["DiskPlan", "RawData", "data_files", "measure_disk", "plan_disk"]
 
@@ -191,7 +191,7 @@ def _measure(data: RawData, plan: DiskPlan, most: int, seconds: float) -> Measur
         order = np.random.default_rng(0).permutation(len(places))
         places = [places[i] for i in order]
     resident = data.resident(places[:256])
-    buffers = [memoryview(mmap.mmap(-1, max(plan.size, mmap.PAGESIZE))) for _ in range(plan.depth)]
+    buffers = [page_memory(plan.size).data for _ in range(plan.depth)]
     reads = iter(list(data.reads(places, plan.size, plan.way)))
 
     def step(thread: int) -> int:

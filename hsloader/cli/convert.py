@@ -77,7 +77,8 @@ def convert(
         str, typer.Option(metavar="bfloat16|uint16", help="uint16: for zarr readers without bfloat16.")
     ] = "bfloat16",
     segment_size: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Raw bytes of a segment. [default: 8GiB]")
+        str | None,
+        typer.Option(metavar="SIZE", help="Raw bytes of a segment. [default: 8GiB or less]"),
     ] = None,
     typical_length: Annotated[
         int | None, typer.Option(metavar="TOKENS", help="Chooses the chunk size. [default: the median]")

@@ -15,7 +15,7 @@ from hsloader.conversion.journal import Journal
 from hsloader.conversion.plan import Plan
 from hsloader.conversion.planning import Made, hints_of, layout_of, make_plan
 from hsloader.conversion.probe import Probe, measure
-from hsloader.conversion.removal import SourceRemover
+from hsloader.conversion.removal import SourceRemover, finish_interrupted
 from hsloader.conversion.report import ConversionReport, PlanSummary, Progress, ProgressCallback
 from hsloader.conversion.settings import ConvertSettings
 from hsloader.conversion.sources import SourceComparison
@@ -75,9 +75,9 @@ def convert(
 
     What decides the bytes (a rerun must agree): ``codec`` ``"lossless"``, ``"none"`` or ``"fp8"`` (lossy: states
     as float8_e4m3fn with a scale a token, see ``ConversionReport.loss``); ``bf16_as`` ``"bfloat16"`` or
-    ``"uint16"`` (for zarr readers that know no bfloat16); ``segment_size`` raw bytes (default 8 GiB, or the total /
-    4096); ``typical_length`` tokens (default: the median) chooses the chunks; ``trim_padding`` cuts the tail of ids 0
-    and mask 0 that some producers leave.
+    ``"uint16"`` (for zarr readers that know no bfloat16); ``segment_size`` raw bytes (default: a 16th of the total
+    between 256 MiB and 8 GiB, or a 4096th of it); ``typical_length`` tokens (default: the median) chooses the chunks;
+    ``trim_padding`` cuts the tail of ids 0 and mask 0 that some producers leave.
 
     What the files cannot tell: ``producer``, ``model``, ``hidden_size`` (needed where only ``[S, k*H]`` is stored),
     ``num_layers``, ``layer_ids`` of the auxiliary states in ``layer_convention`` ``"after"`` (0-based, default),
@@ -268,6 +268,7 @@ class _Conversion:
                             bad = [q.name for q in state.reasons(root, segment.number)]
                             empty = segment.number not in state.listed
                             remover.listed(segment, bad, empty or state.proved(segment.number))
+            finish_interrupted(list(removers.values()), (item.name for item in summary.skipped))
         run = Execution(root, self._journal, state, self._settings, progress=self._tell, removers=removers)
         pending = {id(plan): plan for plan, _ in state.pending()}
         totals = run.run()

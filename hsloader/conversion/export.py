@@ -16,7 +16,7 @@ from hsloader.conversion.report import Progress, ProgressCallback
 from hsloader.conversion.space import demand_space
 from hsloader.errors import ConversionError
 from hsloader.formats.layouts import Layout, layout_named
-from hsloader.formats.writing import WRITABLE, sample_writer
+from hsloader.formats.writing import WRITABLE, safetensors_metadata, sample_writer
 from hsloader.store.dataset import Dataset, open_dataset
 from hsloader.store.fields import Field
 
@@ -24,7 +24,7 @@ Bits = np.ndarray[Any, Any]
 
 __all__ = ["ExportReport", "export"]
 
-_WITHOUT_EXTRAS = "speculators-arrow"  # the layout that has no place for values of a sample
+_WITHOUT_EXTRAS = "speculators-arrow"  # the layout that has no place for values of a sample, but a header's texts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,8 +62,8 @@ def export(
     States that the codec fp8 rounded are written in the source's dtype, with the values that a loader restores.
     Rows that were trimmed and fields that were left out by the conversion are not in the dataset and do not come back.
     ``progress`` is told the raw bytes.  Raises ``ValueError`` for a layout that cannot be written or cannot hold what
-    the dataset has, ``ConversionError`` if ``out`` is not empty, too small or inside the dataset, ``DamageError`` for
-    damaged samples.
+    the dataset has, ``ConversionError`` if ``out`` is not empty, too small or inside the dataset, or cannot hold files
+    of the samples' names, ``DamageError`` for damaged samples.
     """
     began = time.monotonic()
     target = Path(os.path.abspath(os.fspath(out)))
@@ -87,7 +87,7 @@ def export(
                 fields = _fields_of(dataset, i)
                 values, fields = _restored({field: dataset.read(i, field) for field in fields}, fields)
                 extras = dataset.extras(i)
-                lost += bool(extras) and chosen == _WITHOUT_EXTRAS
+                lost += chosen == _WITHOUT_EXTRAS and len(extras) > bool(safetensors_metadata(extras))
                 written = writer.write(name, values, fields, extras)
                 if written != name:
                     renamed[name] = written

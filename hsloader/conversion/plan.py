@@ -16,7 +16,7 @@ from typing import Any
 from hsloader.conversion.report import Quarantined
 from hsloader.errors import ConversionError
 from hsloader.formats.discover import natural_key
-from hsloader.formats.source import FieldSpec, Identity, SampleSource
+from hsloader.formats.source import ArrowFile, FieldSpec, Identity, SampleSource
 from hsloader.store.fields import Field
 from hsloader.store.manifest import Provenance, field_to
 
@@ -45,7 +45,7 @@ class Plan:
 
     ``source`` is SRC as an absolute path, ``root`` the folder that names are below (SRC, or the folder of a single
     file), ``settings`` what decides the bytes (``ConvertSettings.identity``), ``files`` every source file as it was
-    planned, by its name below SRC; ``notes`` and ``left_out`` count samples.
+    planned, by its name below SRC (arrow files that have masks, too); ``notes`` and ``left_out`` count samples.
     ``refused`` are the bad ones of a plan without any segment to record them.
     """
 
@@ -175,19 +175,23 @@ def group_samples(
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What many samples share: layout, fields, what is left out, gzip, the arrow dataset's folder below the root."""
+    """What many samples share: layout, fields, what is left out, gzip, and of an arrow dataset its folder and file.
+
+    Both are below the root; a plan of an older version has no ``arrow``.
+    """
 
     layout: str
     specs: tuple[FieldSpec, ...]
     left_out: tuple[tuple[str, str], ...]
     gzip: bool
     folder: str | None
+    arrow: str | None
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> _Kind:
         specs = tuple(FieldSpec(name, dtype, tuple(shape), *rest) for name, dtype, shape, *rest in value["specs"])
         left_out = tuple((name, why) for name, why in value["left_out"])
-        return cls(value["layout"], specs, left_out, value["gzip"], value["folder"])
+        return cls(value["layout"], specs, left_out, value["gzip"], value["folder"], value.get("arrow"))
 
 
 def _with_tuples(value: Mapping[str, Any]) -> Any:
@@ -206,7 +210,8 @@ class _Tables:
     def sample(self, sample: SampleSource) -> list[Any]:
         """One sample as a short list: name, row, length, payload bytes, kind, place."""
         folder = None if sample.folder is None else os.path.relpath(sample.folder, self._root)
-        kind = _Kind(sample.layout, sample.specs, sample.left_out, sample.gzip, folder)
+        arrow = None if sample.arrow is None else sample.arrow.name
+        kind = _Kind(sample.layout, sample.specs, sample.left_out, sample.gzip, folder, arrow)
         number = self._known.get(kind)
         if number is None:
             number = self._known[kind] = len(self.kinds)
@@ -217,6 +222,7 @@ class _Tables:
                     "left_out": [list(item) for item in kind.left_out],
                     "gzip": kind.gzip,
                     "folder": kind.folder,
+                    "arrow": kind.arrow,
                 }
             )
         row = [sample.name, sample.row, sample.length, sample.payload_bytes, number]
@@ -227,6 +233,7 @@ def _sample(row: list[Any], kinds: Sequence[_Kind], files: Mapping[str, Identity
     name, number, length, payload, kind = row[:5]
     shared = kinds[kind]
     file = name if number is None else name.removesuffix(f"#{number}")
+    arrow = shared.arrow
     return SampleSource(
         name=name,
         path=os.path.join(root, file),
@@ -240,4 +247,5 @@ def _sample(row: list[Any], kinds: Sequence[_Kind], files: Mapping[str, Identity
         left_out=shared.left_out,
         folder=None if shared.folder is None else os.path.normpath(os.path.join(root, shared.folder)),
         place=tuple(row[5]) if len(row) > 5 else None,
+        arrow=None if arrow is None else ArrowFile(arrow, os.path.join(root, arrow), files[arrow]),
     )

@@ -145,12 +145,22 @@ def _bad_lines(bad: Sequence[Quarantined]) -> list[str]:
 
 
 def _only_fresh(described: Survey, comparison: SourceComparison) -> None:
-    described.samples = [s for s in described.samples if comparison.is_fresh(file_of(s), s.identity)]
+    """Leave what is new, and what was refused in an arrow folder with a new or mended arrow file."""
+    mended = {_parent(name) for name, now in described.arrows.items() if comparison.is_fresh(name, now)}
+
+    def again(file: str) -> bool:
+        return _parent(_parent(file)) in mended and comparison.was_refused(file)  # hidden_states/ lies in between
+
+    described.samples = [s for s in described.samples if comparison.is_fresh_sample(s) or again(file_of(s))]
     described.bad = [
         item
         for item in described.bad
-        if comparison.is_fresh(item.name, source_identity(os.path.join(described.src, item.name)))
+        if comparison.is_fresh(item.name, source_identity(os.path.join(described.src, item.name))) or again(item.name)
     ]
+
+
+def _parent(name: str) -> str:
+    return name.rpartition("/")[0]
 
 
 def _fields(planned: tuple[Field, ...], present: tuple[Field, ...] | None) -> tuple[Field, ...]:
@@ -175,7 +185,7 @@ def _files(root: str, described: Survey) -> Mapping[str, Identity]:
     files = {file_of(sample): sample.identity for sample in described.samples}
     for item in described.bad:
         files.setdefault(item.name, source_identity(os.path.join(root, item.name)))
-    return files
+    return {**files, **described.arrows}
 
 
 def _demand_new_names(described: Survey, present: frozenset[str]) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import mmap
 import os
 import threading
 import weakref
@@ -27,6 +26,7 @@ from hsloader.conversion.digests import columns_digest, rows_digest
 from hsloader.errors import ConversionError, DamageError
 from hsloader.store.codec import FrameError
 from hsloader.store.manifest import SegmentEntry
+from hsloader.store.pages import page_memory
 from hsloader.store.samples import COLUMNS, sample_key
 from hsloader.store.stored_segment import ArrayInfo, Segment, ShardCache, ShardHandle
 
@@ -129,7 +129,7 @@ class _Scratch(threading.local):
         window = _WINDOW + array.codec.max_frame_bytes + 2 * _PAGE
         if len(self.window) < window:
             self.place = (None, 0, 0)
-            self.window = np.frombuffer(mmap.mmap(-1, window), np.uint8)  # begins on a page, as O_DIRECT wants it
+            self.window = page_memory(window)  # begins on a page, as O_DIRECT wants it
         if len(self.chunk) < array.codec.chunk_bytes:
             self.chunk = np.empty(array.codec.chunk_bytes, np.uint8)
             self.columns = np.empty(array.codec.chunk_bytes, np.uint8)

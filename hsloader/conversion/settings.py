@@ -8,10 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-__all__ = ["DEFAULT_SEGMENT_BYTES", "SEGMENTS_AT_MOST", "ConvertSettings", "cores"]
+__all__ = ["ConvertSettings", "cores"]
 
-DEFAULT_SEGMENT_BYTES = 8 << 30
-SEGMENTS_AT_MOST = 4096  # a segment is at least total / 4096, so that opening a dataset stays quick
+_SEGMENT_BYTES = 8 << 30
+_SEGMENTS_AT_MOST = 4096  # a segment is at least total / 4096, so that opening a dataset stays quick
+# A worker converts a segment at a time, so a smaller source is cut for the cores to share, and whatever the machine, so
+# that the same source gives the same bytes.
+_SEGMENTS_OF_SMALL = 16
+_SMALL_SEGMENT = 256 << 20
 _SMALLEST_SEGMENT = 1 << 20
 
 _CODECS = ("lossless", "none", "fp8")
@@ -105,7 +109,8 @@ class ConvertSettings:
         """Raw bytes at which a segment closes, for ``total`` raw bytes."""
         if self.segment_size is not None:
             return self.segment_size
-        return max(DEFAULT_SEGMENT_BYTES, -(-total // SEGMENTS_AT_MOST))
+        usual = min(_SEGMENT_BYTES, max(_SMALL_SEGMENT, -(-total // _SEGMENTS_OF_SMALL)))
+        return max(usual, -(-total // _SEGMENTS_AT_MOST))
 
     def parallelism(self, segments: int) -> tuple[int, int]:
         """Worker processes and encoder threads in each, for this many segments on the cores that this process has."""

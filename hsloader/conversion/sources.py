@@ -10,7 +10,7 @@ from hsloader.conversion.plan import file_of
 from hsloader.conversion.state import State
 from hsloader.errors import SettingsChangedError
 from hsloader.formats.discover import Discovery
-from hsloader.formats.source import Identity
+from hsloader.formats.source import Identity, SampleSource
 
 __all__ = ["SourceComparison", "source_identity"]
 
@@ -31,7 +31,7 @@ class SourceComparison:
 
     A file is *fresh* if no plan knows it, or if it was quarantined and has changed since.  One whose samples are not
     listed yet must be as it was planned, and so must a converted one, unless ``keep_changed``; a converted one may also
-    be gone.
+    be gone.  An arrow file is a file of all samples whose masks are in it.
     """
 
     def __init__(self, state: State, source: str, keep_changed: bool) -> None:
@@ -42,6 +42,11 @@ class SourceComparison:
         self._planned: set[str] = set()  # samples and what was refused
         self._seen: set[str] = set()
         self._changed: dict[str, str] = {}
+        self._root = os.path.realpath(source)
+        self._rows: dict[str, tuple[str, int, int]] = {}  # arrow file, batch and row of the samples that have one
+        self._converted_as: dict[str, set[Identity]] = {}  # arrow files: rows may have been converted of several states
+        self._unrecorded = 0  # converted samples whose arrow file no plan has: an older version wrote it
+        self._unsure: set[str] = set()  # arrow folders of such samples that are not converted yet
         self.old: set[str] = set()  # converted files that changed since, which the dataset keeps as they were
         for plan in state.plans:
             if plan.source != source:
@@ -53,9 +58,21 @@ class SourceComparison:
                 done = state.done(segment.number)
                 for sample in segment.samples:
                     if not done:
-                        self._pending.add(file_of(sample))
+                        self._count(sample, self._pending)
                     elif sample.name in state.converted:
-                        self._kept.add(file_of(sample))
+                        self._count(sample, self._kept)
+
+    def _count(self, sample: SampleSource, where: set[str]) -> None:
+        where.add(file_of(sample))
+        if sample.arrow is not None:
+            where.add(sample.arrow.name)
+            self._rows[sample.name] = _row_of(sample)
+            if where is self._kept:
+                self._converted_as.setdefault(sample.arrow.name, set()).add(sample.arrow.identity)
+        elif sample.folder is not None and where is self._kept:
+            self._unrecorded += 1
+        elif sample.folder is not None:
+            self._unsure.add(sample.folder)
 
     def is_fresh(self, name: str, now: Identity) -> bool:
         """Whether the file called ``name`` is to be planned; notes it if it changed and must not have."""
@@ -64,6 +81,8 @@ class SourceComparison:
         if planned is None:
             return True
         if now == planned:
+            if self._converted_as.get(name, {now}) != {now}:
+                self.old.add(name)  # a replan went on from another state of it
             return False
         if now == _MISSING and name in self._kept and name not in self._pending:
             return False  # gone, like a source that was deleted: its samples are listed
@@ -75,21 +94,61 @@ class SourceComparison:
             return False
         return True
 
+    def is_fresh_sample(self, sample: SampleSource) -> bool:
+        """``is_fresh`` of a described sample's file; notes it, too, if its mask is in another row than was planned."""
+        name = file_of(sample)
+        if self.is_fresh(name, sample.identity):
+            return True
+        planned = self._rows.get(sample.name)
+        if planned is not None and sample.arrow is not None and planned != _row_of(sample):
+            if name in self._pending or not self._keep_changed:
+                what = f"its mask was planned in {_place_text(planned)}, now it is in {_place_text(_row_of(sample))}"
+                self._changed.setdefault(name, what)
+            else:
+                self.old.add(name)
+        return False
+
+    def was_refused(self, name: str) -> bool:
+        """Whether a plan knows the file called ``name``, and nothing in it was converted or is going to be."""
+        return name in self._known and name not in self._pending and name not in self._kept
+
     def fresh_part(self, found: Discovery) -> Discovery:
         """What of ``found`` is to be described: fresh files, and all arrow folders (whose files come to light then)."""
+        for name in {arrow for arrow, _, _ in self._rows.values()}:
+            now = source_identity(os.path.join(found.src, name))
+            if now != _MISSING:
+                self.is_fresh(name, now)
         return Discovery(
             found.src,
             files=[f for f in found.files if self.is_fresh(f.name, source_identity(f.path))],
             folders=found.folders,
             sidecars=found.sidecars,
-            bad=[b for b in found.bad if self.is_fresh(b.name, source_identity(os.path.join(found.src, b.name)))],
+            bad=[
+                b
+                for b in found.bad
+                if self.is_fresh(b.name, source_identity(os.path.join(found.src, b.name)))
+                and not self._led_to_a_kept_one(os.path.join(found.src, b.name))
+            ],
         )
+
+    def _led_to_a_kept_one(self, path: str) -> bool:
+        """Whether this is a link to a file of the source that is converted and gone: discovery took them for one."""
+        if not Path(path).is_symlink() or os.path.exists(path):
+            return False
+        return os.path.relpath(os.path.realpath(path), self._root) in self._kept
 
     def demand_unchanged(self) -> None:
         """``SettingsChangedError`` with both identities and the remedy if a source is not as it must be.
 
         To be called when every file that there is was asked about: a planned one that was not is gone.
         """
+        if self._unsure:
+            raise SettingsChangedError(
+                f"the journal's plan is of an older version, which did not record the arrow files of "
+                f"{', '.join(sorted(self._unsure)[:_SHOWN])}: whether the masks of the samples that are not converted "
+                "yet are still the planned ones cannot be told. Convert to another destination, or say --replan (in "
+                "Python replan=True): it keeps every segment that is listed and plans the rest anew"
+            )
         gone = dict.fromkeys(sorted(self._pending - self._seen), "it is planned, not converted yet, and gone")
         changed = {**self._changed, **gone}
         if not changed:
@@ -111,13 +170,31 @@ class SourceComparison:
         return name in self._planned and self._seen.isdisjoint((name, name.rpartition("#")[0]))
 
     def note(self) -> Sequence[str]:
-        """A line for the report if converted files changed."""
-        if not self.old:
-            return ()
-        return (
-            f"{len(self.old):,} source files changed after they were converted (for example {min(self.old)}); the "
-            "dataset keeps what it has",
-        )
+        """Lines for the report if converted files changed, or may have."""
+        lines = []
+        if self.old:
+            lines.append(
+                f"{len(self.old):,} source files changed after they were converted (for example {min(self.old)}); the "
+                "dataset keeps what it has"
+            )
+        if self._unrecorded:
+            lines.append(
+                f"{self._unrecorded:,} samples were converted by an older version, which did not record their arrow "
+                "files: whether their masks changed since cannot be told"
+            )
+        return lines
+
+
+def _row_of(sample: SampleSource) -> tuple[str, int, int]:
+    """Where a sample's mask is: the arrow file's name, the offset of the batch, the row in it."""
+    assert sample.arrow is not None
+    assert sample.place is not None
+    return (sample.arrow.name, *sample.place[1:])
+
+
+def _place_text(place: tuple[str, int, int]) -> str:
+    name, batch, row = place
+    return f"{name} (row {row} of the batch at {batch})"
 
 
 def _text(identity: Identity) -> str:

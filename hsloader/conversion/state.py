@@ -103,7 +103,9 @@ class State:
             bad = [self.quarantined[s.name] for s in segment.samples if s.name not in self.converted]
             samples = tuple(s for s in segment.samples if s.name in self.converted)
             segments.append(replace(segment, samples=samples, refused=(*segment.refused, *bad)))
-        files = {file_of(sample) for segment in segments for sample in segment.samples}
+        kept_samples = [sample for segment in segments for sample in segment.samples]
+        files = {file_of(sample) for sample in kept_samples}
+        files |= {sample.arrow.name for sample in kept_samples if sample.arrow is not None}
         kept = {name: identity for name, identity in plan.files.items() if name in files}
         return replace(plan, segments=tuple(segments), files=kept, refused=())
 

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from hsloader.errors import SourceError
 from hsloader.formats.blocks import Block, Tensor
 from hsloader.formats.reading import read_small
+from hsloader.formats.source import ArrowFile, Identity
 
 __all__ = ["ArrowRow", "load_pyarrow", "read_row", "rows_of"]
 
@@ -36,10 +37,12 @@ Place = tuple[int, int, int]
 class ArrowRow:
     """One row: its number, where it lies, its ids, its mask as a tensor (``None`` without one).
 
-    ``notes`` name the columns that are not read; they stay where they are, whatever becomes of the states' file.
+    ``file`` is the arrow file that ``place`` is in, as it was when the row was read.  ``notes`` name the columns that
+    are not read; they stay where they are, whatever becomes of the states' file.
     """
 
     number: int
+    file: ArrowFile
     place: Place
     ids: npt.NDArray[Any]
     mask: Tensor | None
@@ -51,30 +54,50 @@ class ArrowRow:
         return len(self.ids)
 
 
-def rows_of(folder: str) -> Iterator[ArrowRow]:
-    """All rows of the dataset in ``folder``, in order; ``SourceError`` if its files cannot be read."""
+def rows_of(folder: str, prefix: str = "") -> Iterator[ArrowRow]:
+    """All rows of the dataset in ``folder``, in order; ``prefix`` is what its files' names below SRC begin with.
+
+    ``SourceError`` if its files cannot be read, or change meanwhile.
+    """
     number = 0
-    for file, path in enumerate(_data_files(folder)):
+    for i, path in enumerate(_data_files(folder)):
         with _damage(path):
+            file = ArrowFile(prefix + os.path.split(path)[1], path, Identity.of(Path(path).stat()))
             for offset, batch in _batches(path):
                 for row in range(batch.num_rows):
-                    yield _row(batch, number, (file, offset, row), path)
+                    yield _row(batch, number, file, (i, offset, row))
                     number += 1
+            if Identity.of(Path(path).stat()) != file.identity:
+                raise SourceError(path, "the file changed while it was looked at: it is still being written")
 
 
-def read_row(folder: str, number: int, place: Place) -> ArrowRow:
-    """The row at ``place``, of which the plan says that it is row ``number``."""
-    file, offset, row = place
-    paths = _data_files(folder)
-    if not 0 <= file < len(paths):
-        raise SourceError(folder, f"the arrow dataset has {len(paths)} files, the plan speaks of file {file}")
-    path = paths[file]
-    stat = Path(path).stat()
-    with _damage(path):
-        batch = _batch_at(path, offset, (stat.st_size, stat.st_mtime_ns, stat.st_ino))
+def read_row(file: ArrowFile, number: int, place: Place) -> ArrowRow:
+    """The row at ``place`` of a planned file, of which the plan says that it is row ``number``.
+
+    ``SourceError`` if the file is not the one that was planned, before the row was read or after.
+    """
+    _, offset, row = place
+    with _damage(file.path):
+        _demand_same(file)
+        batch = _batch_at(file, offset)
         if not 0 <= row < batch.num_rows:
-            raise SourceError(path, f"the batch at {offset} has {batch.num_rows} rows, the plan speaks of row {row}")
-        return _row(batch, number, place, path)
+            raise SourceError(
+                file.path, f"the batch at {offset} has {batch.num_rows} rows, the plan speaks of row {row}"
+            )
+        return _row(batch, number, file, place)
+
+
+def _demand_same(file: ArrowFile) -> None:
+    try:
+        found, planned = Identity.of(Path(file.path).stat()), file.identity
+    except OSError as error:
+        raise SourceError(file.path, f"the arrow file {file.name} cannot be looked at: {error.strerror}") from error
+    if found != planned:
+        raise SourceError(
+            file.path,
+            f"the arrow file {file.name} changed since it was planned: {planned.size} bytes, mtime {planned.mtime_ns}, "
+            f"inode {planned.inode} then; {found.size}, {found.mtime_ns}, {found.inode} now",
+        )
 
 
 @contextlib.contextmanager
@@ -131,9 +154,10 @@ def _batches(path: str) -> Iterator[tuple[int, Any]]:
 
 
 @functools.lru_cache(maxsize=2)
-def _batch_at(path: str, offset: int, identity: tuple[int, int, int]) -> Any:
+def _batch_at(file: ArrowFile, offset: int) -> Any:
     """The batch at ``offset``; samples are read in order, so the last batch is asked for again and again."""
     pyarrow, ipc = load_pyarrow()
+    path = file.path
     with pyarrow.OSFile(path) as source:
         size = source.size()
         schema = ipc.read_schema(_message(ipc, source, path, size))
@@ -141,7 +165,9 @@ def _batch_at(path: str, offset: int, identity: tuple[int, int, int]) -> Any:
         message = _message(ipc, source, path, size)
         if message is None:
             raise SourceError(path, f"there is no batch at {offset}: the file changed since it was planned")
-        return _checked(ipc, message, schema, path)
+        batch = _checked(ipc, message, schema, path)
+    _demand_same(file)
+    return batch
 
 
 def _message(ipc: Any, source: Any, path: str, size: int) -> Any:
@@ -167,8 +193,8 @@ def _checked(ipc: Any, message: Any, schema: Any, path: str) -> Any:
     return batch
 
 
-def _row(batch: Any, number: int, place: Place, path: str) -> ArrowRow:
-    names = batch.schema.names
+def _row(batch: Any, number: int, file: ArrowFile, place: Place) -> ArrowRow:
+    names, path = batch.schema.names, file.path
     if "input_ids" not in names:
         raise SourceError(path, f"the arrow dataset has no column input_ids; it has {', '.join(names)[:200]}")
     ids = _values(batch, "input_ids", place[2], path)
@@ -178,7 +204,7 @@ def _row(batch: Any, number: int, place: Place, path: str) -> ArrowRow:
         block = Block("arrow column loss_mask", values.nbytes, offset=0, data=values.tobytes())
         mask = Tensor(values.dtype.name, (len(values),), (1,), 0, block)
     notes = tuple(f"column {n[:60]} of the arrow dataset is not converted" for n in names if n not in _KNOWN)
-    return ArrowRow(number, place, ids, mask, notes)
+    return ArrowRow(number, file, place, ids, mask, notes)
 
 
 def _values(batch: Any, column: str, row: int, path: str) -> npt.NDArray[Any]:

@@ -1,7 +1,8 @@
 """Which files below SRC may be samples: a recursive walk in natural order that opens almost nothing.
 
 Known sidecars, hidden files, locks and other datasets are set aside with a reason; pipes, sockets and devices are
-never opened; every folder is visited once, however it is linked.  Whether a file *is* a sample is told by its content
+never opened; every folder is visited once, however it is linked, and a link to a file that was found is no second
+sample.  Whether a file *is* a sample is told by its content
 later (``opening.py``): a name only decides that a file is one of the known sidecars.
 """
 
@@ -17,7 +18,14 @@ from pathlib import Path
 
 from hsloader.formats.torch_zip import LOCAL_MAGIC
 
-__all__ = ["Discovery", "FoundFile", "Skipped", "discover", "natural_key"]
+__all__ = ["REMOVING", "REMOVING_REASON", "Discovery", "FoundFile", "Skipped", "discover", "natural_key"]
+
+# How the name begins that a file has while ``delete_source`` removes it (``conversion/removal.py``).
+REMOVING = ".hsloader-delete-"
+REMOVING_REASON = (
+    "left by a --delete-source run that was killed while it removed this file: the same command with --delete-source "
+    "finishes that, or gives the file its name again if it is not the one that was converted"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +63,7 @@ _SAMPLE_SUFFIXES = (".pt", ".pth", ".ckpt", ".safetensors", ".gz")
 _SIDECARS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern, re.IGNORECASE), reason)
     for pattern, reason in (
+        (re.escape(REMOVING), REMOVING_REASON),
         (r"\.", "hidden file"),
         (r".*(\.lock|\.tmp|\.part|\.partial|\.swp|~)\Z", "lock or temporary file"),
         (r"token_freq.*\.pt\Z", "token frequencies"),
@@ -102,6 +111,8 @@ class _Walk:
         self.found = found
         self.visited: set[tuple[int, int]] = set()
         self.links: list[tuple[str, str]] = []  # linked folders: visited after all real ones
+        self.file_links: list[tuple[str, str, os.stat_result, bool]] = []  # linked files: sorted in after all real ones
+        self.by_inode: dict[tuple[int, int], list[FoundFile]] = {}
 
     def run(self, root: str) -> None:
         """Visit the folder and all below it, without recursion."""
@@ -118,6 +129,19 @@ class _Walk:
                     todo.extend(self.folder(name, path, sorted(entries, key=lambda e: e.name)))
             except OSError as error:
                 self.found.bad.append(Skipped(name or ".", f"folder cannot be read: {error.strerror}"))
+        for name, path, target, lock in sorted(self.file_links, key=lambda link: natural_key(link[0])):
+            there = self._same_file(path, target)
+            if there is None:
+                self.file(name, path, target, lock)
+            else:
+                self.found.sidecars.append(Skipped(name, f"link to a file that was already found ({there[:200]})"))
+
+    def _same_file(self, path: str, target: os.stat_result) -> str | None:
+        """The name under which a link's file was found, if it was. Hard links are files of their own."""
+        for file in self.by_inode.get((target.st_dev, target.st_ino), ()):
+            if os.path.realpath(file.path) == os.path.realpath(path):
+                return file.name
+        return None
 
     def folder(self, prefix: str, path: str, entries: list[os.DirEntry[str]]) -> Iterable[tuple[str, str]]:
         """Sort one folder's entries; returns the folders to visit next."""
@@ -161,7 +185,9 @@ class _Walk:
             where = self.found.bad if base.lower().endswith(_SAMPLE_SUFFIXES) else self.found.sidecars
             where.append(Skipped(name, "a pipe, socket or device, not a regular file: it was not opened"))
         elif base.lower().endswith(_SAMPLE_SUFFIXES) or _may_hold_tensors(path):
-            self.found.files.append(FoundFile(name, path, found.st_size, lock))
+            file = FoundFile(name, path, found.st_size, lock)
+            self.found.files.append(file)
+            self.by_inode.setdefault((found.st_dev, found.st_ino), []).append(file)
         else:
             self.found.sidecars.append(Skipped(name, "not a container of tensors"))
 
@@ -174,7 +200,7 @@ class _Walk:
             self.found.bad.append(Skipped(name, f"{what} (to {goal[:200]}): {error.strerror}"))
             return
         if not stat.S_ISDIR(target.st_mode):
-            self.file(name, entry.path, target, f"{entry.name}.lock" in names)
+            self.file_links.append((name, entry.path, target, f"{entry.name}.lock" in names))
         elif entry.name.startswith("."):
             self.found.sidecars.append(Skipped(name, "hidden folder"))
         else:

@@ -55,8 +55,10 @@ def _take_tensor(builder: Builder, key: str, tensor: Tensor) -> None:
     if not shape and not tensor.dtype.startswith("float8"):
         builder.scalars[key] = tensor
         return
+    notes = []
     if len(shape) > 1 and shape[0] == 1 and shape[1] == length:
         tensor = tensor.select(0, 0)
+        notes.append(f"tensor {key[:60]!r}: its leading axis of 1 is not kept")
     if not tensor.shape or tensor.shape[0] != length or not math.prod(tensor.shape):
         builder.left_out.append(
             (key[:60], f"its shape {shape_text(shape)} does not have one row for each of {length} tokens")
@@ -72,6 +74,9 @@ def _take_tensor(builder: Builder, key: str, tensor: Tensor) -> None:
     if name in taken | _USUAL:
         builder.left_out.append((key[:60], f"the name {name} is taken by another field"))
         return
+    if name != key:
+        notes.append(f"tensor {key[:60]!r} is kept as the field {name}")
+    builder.notes.extend(notes)
     builder.fields.append(FieldParts(FieldSpec(name, tensor.dtype, tensor.shape[1:], tensor.dtype), (tensor,)))
 
 

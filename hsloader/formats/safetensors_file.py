@@ -15,7 +15,10 @@ from hsloader.formats.blocks import MAX_AXES, Block, Tensor
 from hsloader.formats.windows import Window
 from hsloader.store.dtypes import dtype_of
 
-__all__ = ["looks_like_safetensors", "read_safetensors"]
+__all__ = ["METADATA", "looks_like_safetensors", "read_safetensors"]
+
+METADATA = "__metadata__"  # the header's key for texts that belong to the whole file
+_USUAL_METADATA: tuple[object, ...] = (None, {}, {"format": "pt"})  # says nothing of the sample
 
 _MAX_HEADER = 4 << 20
 _MAX_TENSORS = 10_000
@@ -45,7 +48,10 @@ def looks_like_safetensors(head: bytes) -> bool:
 
 
 def read_safetensors(window: Window, path: str, size: int | None) -> dict[object, object]:
-    """The tensors by name. ``size`` of the file, or ``None`` while only the beginning of a gzip file is looked at."""
+    """The tensors by name, and the header's metadata as it stands, if it says anything, as ``"__metadata__"``.
+
+    ``size`` of the file, or ``None`` while only the beginning of a gzip file is looked at.
+    """
     length = int.from_bytes(window.first(8), "little")
     if length > _MAX_HEADER or length < 2:
         raise SourceError(path, f"a safetensors header of {length} bytes (expected 2 to {_MAX_HEADER}): out of range")
@@ -58,7 +64,9 @@ def read_safetensors(window: Window, path: str, size: int | None) -> dict[object
     tensors: dict[object, object] = {}
     ranges: list[tuple[int, int, str]] = []
     for name, entry in entries.items():
-        if name == "__metadata__":
+        if name == METADATA:
+            if entry not in _USUAL_METADATA:
+                tensors[name] = entry
             continue
         tensor = _entry(name, entry, 8 + length, path)
         tensors[name] = tensor

@@ -35,6 +35,7 @@ from hsloader.store.dtypes import dtype_of
 from hsloader.store.fields import TOKEN_ROW_BYTES
 
 __all__ = [
+    "ArrowFile",
     "Described",
     "FieldParts",
     "FieldSpec",
@@ -90,6 +91,15 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True)
+class ArrowFile:
+    """The arrow file in which samples have their masks: its name below SRC, its path, and what it was when planned."""
+
+    name: str
+    path: str
+    identity: Identity
+
+
+@dataclass(frozen=True, slots=True)
 class Hints:
     """What the user knows and the files do not say. ``hidden_size`` splits ``[S, k*H]`` where no last state tells H."""
 
@@ -104,8 +114,9 @@ class SampleSource:
     file that holds the states, ``length`` the tokens, ``payload_bytes`` the bytes of its values in the source's own
     dtypes.  ``extras`` are small JSON values of the sample, ``left_out`` names what the file has and the sample does
     not, with the reason; ``notes`` are anomalies for the report ("no checksum: not verified").  ``folder`` is set where
-    the sample needs more than its own file: the arrow dataset that has its mask, whose row ``place`` points at
-    (number of the arrow file, offset of the batch, row in the batch).
+    the sample needs more than its own file: the arrow dataset that has its mask, in the file ``arrow``, whose row
+    ``place`` points at (number of the arrow file, offset of the batch, row in the batch).  ``arrow`` is ``None`` with a
+    ``folder`` in plans of versions that did not record it; such a sample cannot be opened.
     """
 
     name: str
@@ -122,6 +133,7 @@ class SampleSource:
     left_out: tuple[tuple[str, str], ...] = ()
     folder: str | None = None
     place: tuple[int, int, int] | None = None
+    arrow: ArrowFile | None = None
 
     def spec(self, name: str) -> FieldSpec:
         """The field called ``name``; ``KeyError`` if the sample has none."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,11 @@ from hsloader.errors import SourceError
 from hsloader.formats.arrow_rows import ArrowRow, read_row, rows_of
 from hsloader.formats.blocks import Tensor
 from hsloader.formats.container import Container
-from hsloader.formats.discover import FoundFile, Skipped, natural_key
+from hsloader.formats.discover import REMOVING, REMOVING_REASON, FoundFile, Skipped, natural_key
 from hsloader.formats.held import demand_not_held
 from hsloader.formats.layouts import record_of
 from hsloader.formats.opening import open_container
-from hsloader.formats.source import Hints, Record, SampleSource
+from hsloader.formats.source import Hints, Identity, Record, SampleSource
 from hsloader.formats.speculators import build_layers
 
 __all__ = ["LAYOUT", "FolderSamples", "demand_same_ids", "describe_folder", "planned_record"]
@@ -36,20 +36,22 @@ _NAME = re.compile(r"hs_([0-9]{1,12})\.safetensors\Z")
 
 @dataclass
 class FolderSamples:
-    """What an arrow dataset and its hidden states hold."""
+    """What an arrow dataset and its hidden states hold; ``arrows`` are the arrow files with rows, by name below SRC."""
 
-    samples: list[SampleSource]
-    bad: list[Skipped]
-    sidecars: list[Skipped]
+    samples: list[SampleSource] = field(default_factory=list)
+    bad: list[Skipped] = field(default_factory=list)
+    sidecars: list[Skipped] = field(default_factory=list)
+    arrows: dict[str, Identity] = field(default_factory=dict)
 
 
 def describe_folder(folder: FoundFile) -> FolderSamples:
     """The samples of one arrow dataset; ``SourceError`` if the arrow files cannot be read."""
     prefix = f"{folder.name}/" if folder.name else ""
-    found = FolderSamples([], [], [])
+    found = FolderSamples()
     files = _state_files(folder, prefix, found)
     seen: set[int] = set()
-    for row in rows_of(folder.path):
+    for row in rows_of(folder.path, prefix):
+        found.arrows[row.file.name] = row.file.identity
         file = files.get(row.number)
         if file is None:
             name = f"{prefix}{_STATES}/hs_{row.number}.safetensors"
@@ -84,7 +86,8 @@ def _state_files(folder: FoundFile, prefix: str, found: FolderSamples) -> dict[i
         match = _NAME.match(entry.name)
         name = f"{prefix}{_STATES}/{entry.name}"
         if match is None or str(int(match[1])) != match[1]:
-            found.sidecars.append(Skipped(name, "not a file of hidden states (hs_{row}.safetensors)"))
+            other = "not a file of hidden states (hs_{row}.safetensors)"
+            found.sidecars.append(Skipped(name, REMOVING_REASON if entry.name.startswith(REMOVING) else other))
         else:
             files[int(match[1])] = FoundFile(name, entry.path, lock=f"{entry.name}.lock" in names)
     return files
@@ -108,15 +111,16 @@ def _describe(file: FoundFile, folder: str, row: ArrowRow) -> SampleSource:
         left_out=record.left_out,
         folder=folder,
         place=row.place,
+        arrow=row.file,
     )
 
 
 def planned_record(sample: SampleSource, container: Container) -> tuple[Record, ArrowRow]:
     """The record of a planned sample, with its row of the arrow dataset."""
-    assert sample.folder is not None
+    assert sample.arrow is not None  # plans without one are refused
     assert sample.place is not None
     assert sample.row is not None
-    row = read_row(sample.folder, sample.row, sample.place)
+    row = read_row(sample.arrow, sample.row, sample.place)
     record = _record(container, row, sample.name)
     if record.length != sample.length or tuple(f.spec for f in record.fields) != sample.specs:
         raise SourceError(sample.name, "the file no longer holds what was planned: make the plan again")

@@ -13,7 +13,7 @@ from hsloader.formats.discover import Discovery, FoundFile, Skipped, discover, n
 from hsloader.formats.held import demand_not_held
 from hsloader.formats.opening import describe_file
 from hsloader.formats.producer_settings import SETTINGS_FILE, ProducerSettings, read_settings
-from hsloader.formats.source import Described, Hints, SampleSource
+from hsloader.formats.source import Described, Hints, Identity, SampleSource
 
 __all__ = ["Survey", "survey"]
 
@@ -27,7 +27,8 @@ class Survey:
 
     ``samples`` in natural order; ``bad`` what looked like a sample and cannot be taken, with the reason; ``sidecars``
     what was set aside (every file below SRC is in one of these three); ``layouts`` how many samples each layout has;
-    ``settings`` what producers' own settings files say.
+    ``settings`` what producers' own settings files say; ``arrows`` the arrow files that have the masks of samples, by
+    name.
     """
 
     src: str
@@ -36,6 +37,7 @@ class Survey:
     sidecars: list[Skipped] = field(default_factory=list)
     layouts: Counter[str] = field(default_factory=Counter)
     settings: list[ProducerSettings] = field(default_factory=list)
+    arrows: dict[str, Identity] = field(default_factory=dict)
 
 
 def survey(
@@ -87,6 +89,7 @@ def _take_folder(result: Survey, folder: FoundFile) -> None:
     result.samples.extend(inside.samples)
     result.bad.extend(inside.bad)
     result.sidecars.extend(inside.sidecars)
+    result.arrows.update(inside.arrows)
     result.layouts[LAYOUT] += len(inside.samples)
 
 

@@ -18,7 +18,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from hsloader.errors import ConversionError
 from hsloader.formats.casting import exact_cast
+from hsloader.formats.safetensors_file import METADATA
 from hsloader.store.dtypes import dtype_of
 from hsloader.store.fields import Field
 from hsloader.store.samples import check_path_name, sample_key
@@ -28,8 +30,10 @@ __all__ = [
     "WRITABLE",
     "SampleWriter",
     "checked_state",
+    "name_file",
     "publish",
     "safetensors_bytes",
+    "safetensors_metadata",
     "sample_writer",
 ]
 
@@ -98,7 +102,7 @@ class _TorchWriter:
     def __init__(self, layout: str, root: Path) -> None:
         self._layout = layout
         self._root = root
-        self._renamed: set[str] = set()  # files that have another name than their sample
+        self._written: dict[str, str] = {}  # the files' names and their samples'
 
     def __enter__(self) -> _TorchWriter:
         return self
@@ -111,7 +115,10 @@ class _TorchWriter:
     def write(
         self, name: str, values: Mapping[str, Array], fields: Mapping[str, Field], extras: Mapping[str, object]
     ) -> str:
-        """Write one sample as a torch file, whole or not at all; an existing file is not overwritten."""
+        """Write one sample as a torch file, whole or not at all; an existing file is not overwritten.
+
+        ``ConversionError`` if no file of the sample's name can be, beside those of the others.
+        """
         import torch
 
         scaled = [key for key in values if fields[key].scale is not None]
@@ -133,16 +140,44 @@ class _TorchWriter:
         if written.endswith(".gz"):
             data = gzip.compress(data, 6, mtime=0)
         try:
-            publish(self._root / written, data)
+            self._publish(written, name, data)
         except FileExistsError:
-            if written == name and written not in self._renamed:
+            if written == name and self._written.get(written) in (None, written):
                 raise
             # a.ckpt and a.pt of the source, where both are to end in .pt
             written = _distinct(written, name)
-            publish(self._root / written, data)
-        if written != name:
-            self._renamed.add(written)
+            self._publish(written, name, data)
+        self._written[written] = name
         return written
+
+    def _publish(self, written: str, name: str, data: bytes) -> None:
+        try:
+            publish(self._root / written, data)
+        except OSError as error:
+            problem = self._no_place(written, error)
+            if problem is None:
+                raise
+            raise ConversionError(
+                f"sample {name!r} cannot be written to {str(self._root / written)!r}: {problem}; the layout "
+                "speculators-arrow numbers its files instead, or read the dataset with hsloader.open_dataset and write "
+                "them where you like"
+            ) from error
+
+    def _no_place(self, written: str, error: OSError) -> str | None:
+        """Why no file can be called ``written``; ``None`` if something else is wrong, or just the file is there."""
+        path = PurePosixPath(written)
+        if error.errno == errno.ENAMETOOLONG:
+            longest = max((len(os.fsencode(part)) for part in path.parts), default=0)
+            where = f"a part of it has {longest:,} bytes" if longest > _NAME_BYTES else "it is too long as a whole"
+            return f"{where} (file systems take {_NAME_BYTES} bytes for a name, 4,095 for a path)"
+        for parent in path.parents:
+            if (self._root / parent).exists() and not (self._root / parent).is_dir():
+                other = self._written.get(str(parent))
+                return f"{str(parent)!r} is no folder, but the file of {'another' if other is None else repr(other)}"
+        if (self._root / written).is_dir():
+            other = next((s for file, s in self._written.items() if file.startswith(f"{written}/")), None)
+            return f"this is a folder already, for {'another' if other is None else repr(other)}"
+        return None
 
 
 def _tensor(torch: Any, bits: Array, field: Field) -> Any:
@@ -219,7 +254,7 @@ def file_name(layout: str, name: str) -> str:
     path = PurePosixPath(name.replace("#", "-"))
     suffixes = (".ckpt", ".ckpt.gz") if layout.startswith("specforge") else (".pt",)
     if path.name.endswith(suffixes):
-        return str(path)
+        return str(path) if len(os.fsencode(path.name)) <= _NAME_BYTES else _distinct(str(path), name)
     stem = path.name.removesuffix(".gz")
     for suffix in (".ckpt", ".pt", ".pth", ".safetensors"):
         stem = stem.removesuffix(suffix)
@@ -242,13 +277,13 @@ def publish(path: Path, data: bytes | memoryview) -> None:
     temporary = path.with_name(f".hsloader-{os.getpid()}.tmp")  # not the name and more: names may be at their limit
     try:
         temporary.write_bytes(data)
-        _name(temporary, path)
+        name_file(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def _name(temporary: Path, path: Path) -> None:
-    """Give a written file its name; ``FileExistsError`` if that is taken."""
+def name_file(temporary: Path, path: Path) -> None:
+    """Give a written file its name; ``FileExistsError`` if that is taken. The temporary name may be there after it."""
     try:
         os.link(temporary, path)  # unlike a rename, a link never replaces a file
     except OSError as error:
@@ -259,9 +294,17 @@ def _name(temporary: Path, path: Path) -> None:
         temporary.rename(path)
 
 
-def safetensors_bytes(tensors: Mapping[str, tuple[str, Array]]) -> bytes:
+def safetensors_metadata(extras: Mapping[str, object]) -> Mapping[str, str]:
+    """What of a sample's extras a safetensors header has a place for: texts that a header held. Empty if nothing."""
+    found = extras.get(METADATA)
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        return {}
+    return found
+
+
+def safetensors_bytes(tensors: Mapping[str, tuple[str, Array]], metadata: Mapping[str, str] | None = None) -> bytes:
     """A safetensors file of arrays of bits by name, each with its torch dtype name; widest items first."""
-    header: dict[str, object] = {}
+    header: dict[str, object] = {METADATA: dict(metadata)} if metadata else {}
     parts: list[bytes] = []
     at = 0
     for name, (dtype, bits) in sorted(tensors.items(), key=lambda t: (-t[1][1].itemsize, t[0])):

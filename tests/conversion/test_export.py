@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hsloader import ConversionError, convert, export, inspect
+from hsloader import ConversionError, convert, export, inspect, open_dataset
 
 torch = pytest.importorskip("torch")
 
@@ -130,6 +131,59 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match="inside the dataset"):
         export(tmp_path / "dst", tmp_path / "dst" / "out")
     assert not (tmp_path / "dst" / "out").exists()
+
+
+def test_the_texts_of_a_safetensors_header_come_back(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    library = pytest.importorskip("safetensors.torch")
+    (tmp_path / "src").mkdir()
+    torch.save(speculators(1, 20), tmp_path / "src" / "data_1.pt")
+    convert(tmp_path / "src", tmp_path / "dst")
+    export(tmp_path / "dst", tmp_path / "arrow", layout="speculators-arrow")
+    path = tmp_path / "arrow" / "hidden_states" / "hs_0.safetensors"
+    said = {"format": "pt", "conversation": "c7"}
+    library.save_file(library.load_file(path), path, metadata=said)
+    report = convert(tmp_path / "arrow", tmp_path / "dst2", delete_source=True)
+    assert not path.exists()
+    assert (report.deleted.files, report.left_out) == (1, {})
+    with open_dataset(tmp_path / "dst2") as dataset:
+        assert dataset.extras(0) == {"__metadata__": said}
+    assert not export(tmp_path / "dst2", tmp_path / "back").notes
+    with safe_open(tmp_path / "back" / "hidden_states" / "hs_0.safetensors") as metadata:
+        assert metadata == said
+
+    export(tmp_path / "dst", tmp_path / "long", layout="speculators-arrow")
+    path = tmp_path / "long" / "hidden_states" / "hs_0.safetensors"
+    library.save_file(library.load_file(path), path, metadata={"story": "x" * 100_000})
+    report = convert(tmp_path / "long", tmp_path / "dst3", delete_source=True)
+    assert path.exists()  # what is left out keeps the file
+    assert [(k.name, k.reason) for k in report.deleted.kept] == [
+        ("hidden_states/hs_0.safetensors", "field __metadata__ was left out")
+    ]
+
+
+@contextlib.contextmanager
+def safe_open(path: Path) -> Iterator[Any]:
+    """The texts of a safetensors header, as the library reads them."""
+    library = pytest.importorskip("safetensors")
+    with library.safe_open(path, "pt") as opened:
+        yield opened.metadata()
+
+
+def test_names_that_cannot_be_files_together(tmp_path: Path) -> None:
+    for name in ("a.pt", "b/a.pt"):
+        (tmp_path / "src" / name).parent.mkdir(parents=True, exist_ok=True)
+        torch.save(speculators(1, 20), tmp_path / "src" / name)
+    convert(tmp_path / "src" / "b", tmp_path / "dst")
+    (tmp_path / "src" / "a.pt").rename(tmp_path / "aside")
+    (tmp_path / "src" / "a.pt").mkdir()
+    (tmp_path / "aside").rename(tmp_path / "src" / "a.pt" / "c.pt")
+    (tmp_path / "src" / "b" / "a.pt").unlink()
+    convert(tmp_path / "src", tmp_path / "dst", append=True)
+    with pytest.raises(ConversionError, match=r"sample 'a\.pt/c\.pt' .*the file of 'a\.pt'.*speculators-arrow"):
+        export(tmp_path / "dst", tmp_path / "out")
+    pytest.importorskip("pyarrow")
+    assert export(tmp_path / "dst", tmp_path / "arrow", layout="speculators-arrow").samples == 2
 
 
 def test_what_an_arrow_folder_has_no_place_for_is_told(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from hsloader.conversion.report import Quarantined
 from hsloader.conversion.settings import ConvertSettings
 from hsloader.conversion.space import SegmentSize, peak_bytes
 from hsloader.conversion.task import length_without_padding
-from hsloader.formats.source import FieldSpec, Identity, SampleSource
+from hsloader.formats.source import ArrowFile, FieldSpec, Identity, SampleSource
 from hsloader.store.dtypes import DTYPES
 from hsloader.store.manifest import Provenance
 
@@ -153,12 +153,26 @@ def test_segments_close_at_their_size_and_keep_what_was_refused_between() -> Non
     assert len(one) == 1
 
 
+@pytest.mark.parametrize(
+    ("total", "expected"),
+    [(100 << 20, 256 << 20), (16 << 30, 1 << 30), (1 << 40, 8 << 30), (64 << 40, 16 << 30)],
+    ids=["one", "shared", "usual", "huge"],
+)
+def test_a_source_is_cut_so_that_workers_can_share_it(total: int, expected: int) -> None:
+    assert ConvertSettings.of().segment_bytes(total) == expected
+    assert ConvertSettings.of(segment_size=1 << 20).segment_bytes(total) == 1 << 20
+
+
 def test_a_plan_survives_its_json(tmp_path: Path) -> None:
     odd = sample("a/b \udcff\u00e9.pt#3", row=3, path="/src/a/b \udcff\u00e9.pt", left_out=(("x", "why"),), gzip=True)
     inside = sample(
         "arrow/hidden_states/hs_4.safetensors", row=4, path="/src/arrow/hidden_states/hs_4.safetensors",
         folder="/src/arrow", place=(0, 8, 4),
     )  # fmt: skip
+    arrow = ArrowFile("arrow/b.arrow", "/src/arrow/b.arrow", Identity(5, 6, 7))
+    inside = replace(inside, arrow=arrow)
+    older = replace(inside, name="arrow/hidden_states/hs_5.safetensors", row=5, arrow=None)
+    older = replace(older, path=f"/src/{older.name}")
     fields = fields_of([sample("a")], "none")
     plan = Plan(
         source="/src",
@@ -167,8 +181,13 @@ def test_a_plan_survives_its_json(tmp_path: Path) -> None:
         fields=fields,
         provenance=Provenance(layer_ids=(1, 2, 3), notes=("a", "b")),
         typical_length=12,
-        segments=(PlannedSegment(number=4, samples=(odd, inside), refused=(Quarantined("\udc80", "bad"),)),),
-        files={"a/b \udcff\u00e9.pt": odd.identity, "arrow/hidden_states/hs_4.safetensors": inside.identity},
+        segments=(PlannedSegment(number=4, samples=(odd, inside, older), refused=(Quarantined("\udc80", "bad"),)),),
+        files={
+            "a/b \udcff\u00e9.pt": odd.identity,
+            inside.name: inside.identity,
+            older.name: older.identity,
+            arrow.name: arrow.identity,
+        },
         notes={"no checksum": 2},
     )
     assert Plan.from_json(plan.to_json(), "plan") == plan

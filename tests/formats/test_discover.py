@@ -55,6 +55,26 @@ def test_links_and_loops(tmp_path: Path) -> None:
     assert "dangling link (to nowhere.pt)" in reasons["gone.pt"]
 
 
+def test_a_link_to_a_file_of_the_source_is_no_second_sample(tmp_path: Path) -> None:
+    src = tmp_path / "src"
+    _made(src, "z/data_1.pt", ".cache/blob", "plain.pt")
+    _made(tmp_path, "elsewhere/data_2.pt")
+    (src / "a.pt").symlink_to("z/data_1.pt")
+    (src / "b.pt").symlink_to("a.pt")
+    (src / "c10.pt").symlink_to("../elsewhere/data_2.pt")
+    (src / "c9.pt").symlink_to(tmp_path / "elsewhere" / "data_2.pt")
+    (src / "d.pt").symlink_to(".cache/blob")  # the file itself is set aside: this is its only name
+    os.link(src / "plain.pt", src / "hard.pt")
+    found = discover(src)
+    assert _names(found) == ["c9.pt", "d.pt", "hard.pt", "plain.pt", "z/data_1.pt"]
+    assert {s.name: s.reason for s in found.sidecars if s.name != ".cache/blob"} == {
+        "a.pt": "link to a file that was already found (z/data_1.pt)",
+        "b.pt": "link to a file that was already found (z/data_1.pt)",
+        "c10.pt": "link to a file that was already found (c9.pt)",
+    }
+    assert not found.bad
+
+
 def test_special_files_are_never_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "data_0.pt")
     os.mkfifo(tmp_path / "DATA_1.PT")

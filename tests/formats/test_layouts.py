@@ -65,6 +65,10 @@ def test_extras_become_fields_and_small_values(tmp_path: Path) -> None:
             "kind": "torch.bfloat16",
             "scalar": 0.5,
         }
+    assert sample.notes == (
+        "tensor 'Position IDs' is kept as the field position_ids",
+        "tensor 'logits': its leading axis of 1 is not kept",
+    )
     left = dict(sample.left_out)
     assert set(left) == {"embedding", "2d", "nan", "raw"}
     assert "does not have one row for each of 8 tokens" in left["embedding"]
@@ -157,6 +161,21 @@ def test_layers_and_scales_are_floating_point(change: dict[str, str], words: str
         keys[name] = checked_tensor(kind, shape, stride, 0, Block(name, 8 * int(np.prod(shape)), offset=0))
     with pytest.raises(SourceError, match=words):
         record_of("speculators-arrow", build_layers, keys, "hs_0.safetensors", Hints())
+
+
+def test_the_metadata_of_a_safetensors_file_is_an_extra(tmp_path: Path) -> None:
+    library = pytest.importorskip("safetensors.torch")
+    record = {"input_ids": torch.arange(6), "hidden_state": states(0, 6, 3 * HIDDEN), "target": states(1, 6, HIDDEN)}
+    path = tmp_path / "a.safetensors"
+    library.save_file(record, path, metadata={"format": "pt", "conversation": "c7"})
+    with open_sample(described(path)) as opened:
+        assert opened.extras() == {"__metadata__": {"format": "pt", "conversation": "c7"}}
+    library.save_file(record, path, metadata={"format": "pt"})
+    assert not described(path).extras
+    library.save_file(record, path, metadata={"story": "x" * 100_000})
+    found = described(path)
+    assert not found.extras
+    assert found.left_out == (("__metadata__", "a text of 100000 characters, at most 65536 are kept"),)
 
 
 def test_extras_are_bounded_whatever_refers_to_them_how_often(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from hsloader.errors import SourceError
 from hsloader.formats.container import read_container
 from hsloader.formats.opening import open_container
 from hsloader.formats.reading import BlockReader, RowBuffer, read_rows
-from hsloader.formats.writing import safetensors_bytes
+from hsloader.formats.writing import safetensors_bytes, safetensors_metadata
 from hsloader.store.dtypes import DTYPES
 
 
@@ -39,6 +39,7 @@ def test_every_dtype_both_ways(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     library.save_file(arrays, path, metadata={"made": "by the library"})
     tensors = _value(path)
+    assert tensors.pop("__metadata__") == {"made": "by the library"}
     assert {n: (t.dtype, t.shape) for n, t in tensors.items()} == {n: (n, (3, 4)) for n in names}
     import os
 
@@ -51,6 +52,23 @@ def test_every_dtype_both_ways(tmp_path: Path) -> None:
     again = library.load(safetensors_bytes({n: (n, a) for n, a in arrays.items()}))
     for name in names:
         np.testing.assert_array_equal(again[name], arrays[name])
+
+
+@pytest.mark.parametrize("said", [None, {}, {"format": "pt"}])
+def test_metadata_that_says_nothing(tmp_path: Path, said: object) -> None:
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(_file({"__metadata__": said, "a": _entry("U8", [2], 0, 2)}, bytes(2)))
+    assert set(_value(path)) == {"a"}
+
+
+def test_metadata_both_ways(tmp_path: Path) -> None:
+    library = pytest.importorskip("safetensors")
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(safetensors_bytes({"a": ("uint8", np.arange(2, dtype=np.uint8))}, {"model": "é"}))
+    assert _value(path)["__metadata__"] == {"model": "é"}
+    with library.safe_open(path, "np") as opened:
+        assert opened.metadata() == {"model": "é"}
+    assert safetensors_metadata({"__metadata__": {"model": 1}}) == {}
 
 
 _GOOD = {"hidden_states": _entry("BF16", [2, 4, 4], 0, 64)}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gzip
 import io
 import os
+import tracemalloc
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from hsloader.errors import ConversionError  # noqa: E402
 from hsloader.formats.source import SampleSource, open_sample  # noqa: E402
 from hsloader.formats.survey import survey  # noqa: E402
 from hsloader.formats.writing import WRITABLE, file_name, publish, sample_writer  # noqa: E402
@@ -151,6 +154,107 @@ def test_names_that_are_taken_or_too_long(tmp_path: Path) -> None:
         pair = {**values, "last_hidden_state": values["hidden_states"][:, 0]}
         both = {**fields, "last_hidden_state": Field(name="last_hidden_state", dtype="float32", shape=(HIDDEN,))}
         assert writer.write(longest, pair, both, {}) == longest
+
+
+def _pair() -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, Field]]:
+    made = [_made("hidden_states", "float32", 1, HIDDEN), _made("last_hidden_state", "float32", HIDDEN)]
+    return {f.name: v for f, v in made}, {f.name: f for f, _ in made}
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (
+            ["a.pt", "a.pt/b.pt"],
+            r"sample 'a\.pt/b\.pt' .*'a\.pt' is no folder, but the file of 'a\.pt'; .*arrow numbers",
+        ),
+        (["a.ckpt", "a.pt/b/c.pt"], r"'a\.pt/b/c\.pt' .*'a\.pt' is no folder, but the file of 'a\.ckpt'"),
+        (["a.pt/b.pt", "a.pt"], r"sample 'a\.pt' .*a folder already, for 'a\.pt/b\.pt'; .*open_dataset"),
+        (
+            ["x" * 256 + "/b.pt"],
+            r"sample 'x{256}/b\.pt' .*a part of it has 256 bytes .*255 bytes for a name.*open_dataset",
+        ),
+        (["/".join(["x" * 250] * 17) + "/b.pt"], "too long as a whole"),
+    ],
+)
+def test_names_that_no_files_can_have(tmp_path: Path, names: list[str], words: str) -> None:
+    values, fields = _pair()
+    with sample_writer("speculators-pair", tmp_path) as writer:
+        for name in names[:-1]:
+            writer.write(name, values, fields, {})
+        with pytest.raises(ConversionError, match=words):
+            writer.write(names[-1], values, fields, {})
+    assert not list(tmp_path.rglob(".hsloader-*"))
+
+
+def test_a_name_of_the_right_suffix_that_is_too_long(tmp_path: Path) -> None:
+    values, fields = _pair()
+    with sample_writer("speculators-pair", tmp_path) as writer:
+        written = writer.write("a/" + "n" * 300 + ".pt", values, fields, {})
+    assert (tmp_path / written).is_file()
+    assert len(Path(written).name) == 255
+
+
+def _arrow_sample(seed: int, tokens: int) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, Field]]:
+    fields = {
+        "last_hidden_state": Field(name="last_hidden_state", dtype="float32", shape=(1,)),
+        "input_ids": Field(name="input_ids", dtype="int32", source_dtype="int64"),
+        "loss_mask": Field(name="loss_mask", dtype="uint8", source_dtype="bool"),
+    }
+    values = {
+        "last_hidden_state": np.zeros((tokens, 1), np.uint32),
+        "input_ids": np.arange(tokens, dtype=np.int32) + seed,
+        "loss_mask": (np.arange(tokens) % 3 == 0).astype(np.uint8),
+    }
+    return values, fields
+
+
+def test_an_arrow_folder_is_written_batch_by_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from hsloader.formats import arrow_writing
+
+    monkeypatch.setattr(arrow_writing, "_BATCH_TOKENS", 10_000)
+    tokens, final = 8000, tmp_path / "data-00000-of-00001.arrow"
+    with sample_writer("speculators-arrow", tmp_path) as writer:
+        for i in range(3):
+            writer.write("", *_arrow_sample(i, tokens), {})
+        assert [p.stat().st_size > 2 * 8 * tokens for p in tmp_path.glob(".hsloader-*")] == [True]
+        tracemalloc.start()
+        for i in range(3, 60):
+            writer.write("", *_arrow_sample(i, tokens), {})
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert not final.exists()
+    assert peak < 12 * 8 * tokens  # a few samples' ids and states; all of them would be 57 times 9 * tokens
+    with pyarrow.OSFile(str(final)) as file:
+        reader = pyarrow.ipc.open_stream(file)
+        batches = list(reader)
+    assert [batch.num_rows for batch in batches] == [2] * 30
+    rows = pyarrow.Table.from_batches(batches).to_pydict()
+    assert rows["seq_len"] == [tokens] * 60
+    assert [ids[:2] for ids in rows["input_ids"]] == [[i, i + 1] for i in range(60)]
+    assert rows["loss_mask"][59][:4] == [True, False, False, True]
+    assert not list(tmp_path.glob(".hsloader-*"))
+
+
+def test_an_arrow_folder_that_fails_has_no_arrow_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pyarrow")
+    from hsloader.formats import arrow_writing
+
+    monkeypatch.setattr(arrow_writing, "_BATCH_TOKENS", 10)
+    other = _arrow_sample(1, 20)
+    other[0]["loss_mask"][3] = 2
+    with contextlib.suppress(KeyError), sample_writer("speculators-arrow", tmp_path / "two") as writer:
+        writer.write("a", *_arrow_sample(0, 20), {})
+        assert list((tmp_path / "two").glob(".hsloader-*"))
+        with pytest.raises(ValueError, match="the loss_mask of b holds the value 2"):
+            writer.write("b", *other, {})
+        raise KeyError
+    assert [p.name for p in (tmp_path / "two").iterdir()] == ["hidden_states"]
+    with sample_writer("speculators-arrow", tmp_path / "none"):
+        pass
+    names = ["data-00000-of-00001.arrow", "dataset_info.json", "state.json"]
+    assert sorted(p.name for p in (tmp_path / "none").iterdir()) == names
 
 
 def _made(name: str, dtype: str, *shape: int, **more: Any) -> tuple[Field, np.ndarray[Any, Any]]:
