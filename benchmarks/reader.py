@@ -28,6 +28,7 @@ from hsloader.reader.client import FeederClient
 from hsloader.reader.options import ReadOptions
 from hsloader.reader.pieces import PIECES, BatchRequest, span_offsets
 from hsloader.store.dataset import Dataset, open_dataset
+from hsloader.store.pages import page_memory
 from hsloader.store.writer import Writer
 
 FIELDS = {"input_ids": "int32", "loss_mask": "uint8"}
@@ -127,7 +128,7 @@ def disk_rate(dataset: Dataset, direct: bool) -> float:
     lock = threading.Lock()
 
     def work(_: int) -> int:
-        buffer = mmap.mmap(-1, 4 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        buffer = page_memory(4 << 20).data
         done = 0
         while True:
             with lock:

@@ -7,7 +7,8 @@ The rules, each of which has cost somebody a corrupted batch:
 * The stream that is current at hand-out waits for the copy.  Only if it is another one is ``record_stream`` needed.
 * A slot is free when the event behind its copy has completed, which ``query()`` tells: the host never waits.
 * A batch that was sent and is not wanted any more keeps its memory until that event, too.
-* The ring is registered with CUDA slot by slot, as they are first used, and unregistered before it is unmapped.
+* The ring is registered with CUDA slot by slot, as they are first used, and unregistered before it is unmapped; one
+  that the client replaced, as soon as no copy reads it.
 """
 
 from __future__ import annotations
@@ -62,6 +63,10 @@ class Driver(Protocol):
     """The part of CUDA that a transfer needs; streams and events are whatever the driver makes of them."""
 
     side: Any
+
+    @property
+    def uuid(self) -> str:
+        """The device's UUID, as ``01234567-89ab-cdef-0123-456789abcdef``; empty where torch does not tell it."""
 
     def check_not_capturing(self) -> None:
         """Raise ``LoaderError`` while the current stream is captured into a graph."""
@@ -119,6 +124,11 @@ class CudaDriver:
         self.device = torch.device("cuda", index)
         self.side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._generator = torch.Generator(self.device)
+
+    @property
+    def uuid(self) -> str:
+        """See ``Driver``."""
+        return str(getattr(torch.cuda.get_device_properties(self.device), "uuid", ""))
 
     def check_not_capturing(self) -> None:
         """See ``Driver``."""
@@ -209,6 +219,7 @@ class Parcel:
         self.sent = False
         self.over = False  # the transfer was seen to have ended
         self.taken = False  # the batch was handed out
+        self.place = (0, 0)  # (ring, slot) that it is copied from
         self.bytes = 0
         self.spans: dict[str, torch.Tensor] = {}
         self.host: dict[str, torch.Tensor] = {}
@@ -259,6 +270,23 @@ class _Memory:
         self.owner = os.getpid()
         self.moving: list[Parcel] = []
         self.registered: dict[tuple[int, int], tuple[NDArray[np.uint8], torch.Tensor]] = {}
+        self.replaced: set[tuple[int, int]] = set()  # those of rings that a newer one has replaced
+
+    def register(self, place: tuple[int, int], memory: NDArray[np.uint8]) -> None:
+        """Register a slot.  A place in a newer ring than any before makes all others places in a replaced one."""
+        self.driver.register(memory)
+        self.registered[place] = memory, torch.from_numpy(memory)
+        newest = max(ring for ring, _ in self.registered)
+        self.replaced = {known for known in self.registered if known[0] < newest}
+
+    def forget_replaced(self) -> None:
+        """Unregister the slots of replaced rings that nothing moves from; a batch may still come from one later."""
+        for place in self.replaced - {parcel.place for parcel in self.moving}:
+            self.replaced.discard(place)
+            # Kept until it is unregistered, as this may be all that keeps it mapped.
+            memory = self.registered.pop(place, None)
+            if memory is not None:
+                self.driver.unregister(memory[0])
 
     def mark(self, parcel: Parcel) -> None:
         """Give a parcel whose sending was interrupted its event: behind whatever was started of it."""
@@ -321,8 +349,7 @@ class Transfers:
         That takes 0.4 s a GiB, which are best spent while the slot is being filled.
         """
         if place not in self._memory.registered:
-            self._driver.register(memory)
-            self._memory.registered[place] = memory, torch.from_numpy(memory)
+            self._memory.register(place, memory)
 
     def prepare(self) -> Parcel:
         """A parcel for a batch, kept from now on until its transfer is over.
@@ -403,6 +430,8 @@ class Transfers:
                 self._moved(int(driver.milliseconds(parcel.events.started, parcel.events.done) * 1e6), parcel.bytes)
             if parcel.taken:
                 self._events.append(parcel.events)
+        if memory.replaced:
+            memory.forget_replaced()
 
     def close(self) -> None:
         """Wait for what is under way and unregister the ring.  Call it before the ring goes."""
@@ -414,6 +443,7 @@ class Transfers:
         """Give the spans their places on the device: (to, from) of the copies, and what is cast on its way."""
         driver, plans = self._driver, self._plans
         whole = self._registered(filled)
+        parcel.place = filled.ring, filled.slot
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         casts: list[tuple[SpanPlan, torch.Tensor]] = []
         for move in self._moves:

@@ -17,6 +17,7 @@ from hsloader.batches.registry import trainer_named
 from hsloader.errors import LoaderError
 from hsloader.loading.connection import Connection, connect, largest_batch
 from hsloader.loading.course import WHOLE, Course, Run, Share
+from hsloader.loading.delivery import pinned
 from hsloader.loading.epochs import Epochs
 from hsloader.loading.facade import SamplerFacade
 from hsloader.loading.ranks import check_unchanged, find_ranks, local_rank_warning
@@ -208,6 +209,8 @@ class DataLoader:
         with self._connection.timed():
             delivered = self._connection.delivery.take(self._connection.stream, numbers[run.taken], following)
             batch = self._trainer.finish(delivered.layout, delivered.spans, delivered.host)
+            if self._settings.pin_memory:
+                batch = pinned(batch)
         self._connection.count(delivered.layout, run.taken + 1)
         return batch if self._settings.collate is None else self._settings.collate(batch)
 

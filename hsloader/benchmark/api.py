@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import time
@@ -45,6 +46,7 @@ _LEAST_SCRATCH = 16 * _MIB
 _RATIO = 1.45  # of bf16 states, before any was seen
 _TOKENS = 1024  # of a synthetic sample
 _MOST_THREADS = 256  # that ReadOptions takes
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)  # the latter while free_bytes says that there is plenty
 _TORCH_FILES = (".pt", ".pth", ".ckpt")  # what the stock way can load
 
 
@@ -242,12 +244,28 @@ class _Run:
             return None, subject
         scratch = self._stack.enter_context(ScratchFolder(folder))
         self._ours = True
-        made = self._converted(files, scratch.path) if files else None
+        try:
+            made = self._scratch_dataset(files, scratch.path, hidden_size)
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            scratch.close()
+            self._ours, self._copies = False, []
+            self._notes.append(
+                f"no scratch dataset of {self._most:,} bytes can be written to {folder}: {error.strerror}; decoding "
+                "was not measured (give a smaller scratch_bytes)"
+            )
+            return None, subject
+        return self._stack.enter_context(made), subject
+
+    def _scratch_dataset(self, files: list[Path], scratch: Path, hidden_size: int) -> Dataset:
+        """A dataset in the folder ``scratch``: some of the files converted, else synthetic samples."""
+        made = self._converted(files, scratch) if files else None
         if made is None:
             tokens = max(16, min(_TOKENS, self._most // 16 // (8 * hidden_size)))
             self._tell("scratch", "writing synthetic samples")
             made = synthetic_dataset(
-                scratch.path / "data.hs",
+                scratch / "data.hs",
                 hidden_size=hidden_size,
                 tokens=tokens,
                 most=self._most,
@@ -258,7 +276,7 @@ class _Run:
                 f"decoding and pipeline were measured with synthetic states ({tokens:,} tokens of hidden size "
                 f"{hidden_size})"
             )
-        return self._stack.enter_context(made), subject
+        return made
 
     def _converted(self, files: list[Path], scratch: Path) -> Dataset | None:
         """Some files copied to scratch (for the stock way) and converted there; None if they cannot be."""
@@ -318,8 +336,19 @@ class _Run:
             )
             return None
         self._tell("disk", "writing a scratch file")
-        scratch = self._stack.enter_context(ScratchFile(folder))
-        scratch.fill(self._most, 0.12 * self._seconds, lambda size: None)
+        try:
+            with contextlib.ExitStack() as filling:
+                scratch = filling.enter_context(ScratchFile(folder))
+                scratch.fill(self._most, 0.12 * self._seconds, lambda size: None)
+                self._stack.enter_context(filling.pop_all())
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            self._notes.append(
+                f"the disk was not measured alone: a scratch file of {self._most:,} bytes cannot be written to "
+                f"{folder}: {error.strerror} (give a smaller scratch_bytes)"
+            )
+            return None
         return RawData.of(scratch)
 
     def _decode(self, frames: Frames) -> None:

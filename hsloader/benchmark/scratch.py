@@ -126,6 +126,10 @@ class ScratchFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Remove the folder with all that is in it."""
         self._remove()
 
     def _remove(self) -> None:

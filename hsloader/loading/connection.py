@@ -98,13 +98,15 @@ class Connection:
         client, dataset = self.client, self.dataset
         usable = epochs.usable
         tokens = int(self.trainer.cut(dataset.lengths[usable]).sum())
+        needs = self.trainer.needs
         self.reporter.opened(
             Opening(
                 dataset=str(dataset.path),
                 samples=len(usable),
                 tokens=tokens,
-                raw_bytes=tokens * sum(dataset.fields[name].row_bytes for name in self.trainer.needs),
+                raw_bytes=tokens * sum(dataset.fields[name].row_bytes for name in needs),
                 stored_bytes=dataset.manifest.stored_bytes,
+                whole=tokens == dataset.manifest.tokens and set(needs) == set(dataset.fields),
                 batches=batches,
                 rank=self.ranks.rank,
                 world=self.ranks.world,
@@ -189,10 +191,12 @@ def connect(
         },
         metrics_port=_own_port(settings.metrics_port) if share.worker == 0 else 0,
     )
-    # Of several workers the first speaks for all.
-    speaker = ranks.rank if share.worker == 0 else max(ranks.rank, 1)
     reporter = Reporter(
-        lambda: take_snapshot(client.ring.fd), rank=speaker, world=ranks.world, log_every=settings.log_every
+        lambda: take_snapshot(client.ring.fd),
+        rank=ranks.rank,
+        world=ranks.world,
+        speaks=ranks.rank == 0 and share.worker == 0,  # of several workers the first speaks for all
+        log_every=settings.log_every,
     )
     stream = BatchStream(
         dataset,

@@ -24,7 +24,7 @@ from hsloader.order.mixing import noise_seed
 from hsloader.reader.lease import Filled
 from hsloader.store.lending import LentMemory
 
-__all__ = ["Delivered", "Delivery", "DeviceDelivery", "HostDelivery", "make_delivery"]
+__all__ = ["Delivered", "Delivery", "DeviceDelivery", "HostDelivery", "make_delivery", "pinned"]
 
 _ALIGNMENT = 512
 _ANY_SIZE = 1 << 48
@@ -78,6 +78,18 @@ def _tensors(whole: torch.Tensor, filled: Filled, plans: Sequence[SpanPlan]) -> 
         plan.name: part_of(whole, offset, plan.stored, (rows, *plan.field.shape))
         for plan, offset, rows in zip(plans, filled.offsets, filled.rows, strict=True)
     }
+
+
+def pinned(batch: Any) -> Any:
+    """A trainer's batch with each of its tensors in pinned memory; those that are there already stay as they are.
+
+    The spans are; positions, documents and what ``Trainer.finish`` widened are not: small tensors.
+    """
+    if isinstance(batch, list):
+        return [pinned(part) for part in batch]
+    if isinstance(batch, dict):
+        return {key: pinned(value) for key, value in batch.items()}
+    return batch.pin_memory() if isinstance(batch, torch.Tensor) else batch
 
 
 class HostDelivery:
@@ -217,7 +229,10 @@ class DeviceDelivery:
                 counters[TrainerCounter.TRANSFER_NS] += nanoseconds
                 counters[TrainerCounter.TRANSFER_BYTES] += size
 
-            self._transfers = Transfers(self._make_driver(), self._plans, self._noise, moved)
+            driver = self._make_driver()
+            if driver.uuid:  # monitors count the machine's GPUs, this process only those that it may see
+                client.tell(gpu=driver.uuid)
+            self._transfers = Transfers(driver, self._plans, self._noise, moved)
             stream.relieve = self._transfers.retire
             stream.receive = self._transfers.register
         return self._transfers

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypedDict
@@ -32,6 +34,17 @@ _ELSEWHERE = {
     "total_seq_len": "say max_tokens=",
     "dtype": "say hidden_states_dtype=",
 }
+
+
+_COUNTS = ("max_tokens", "batch_size", "max_length", "rank", "world_size")  # whole numbers, or None
+
+
+def _whole(name: str, value: Any) -> int:
+    """``value`` as an int, if it is a whole number of any type; a bool is none here."""
+    if not isinstance(value, bool):
+        with contextlib.suppress(TypeError):
+            return operator.index(value)
+    raise TypeError(f"{name}={value!r}: expected a whole number")
 
 
 def demand_device(device: torch.device) -> None:
@@ -100,13 +113,13 @@ class LoaderSettings:
     (the same global sequence for any number of ranks), ``"trainer"`` or one by name; ``drop_last``; or
     ``batch_sampler``, a finite iterable of lists of dataset indices, whose order, split and ranks are the caller's.
 
-    The process: the data-parallel ``rank`` of ``world_size``, ``device`` of the batches, ``pin_memory`` for CPU ones,
-    ``noise`` on states; ``norm_state`` and ``layer_ids`` say what the script expects of the data.  ``on_bad``: a sample
-    whose bytes are damaged raises ``DamageError`` or leaves its batch (``"skip"``); bytes that the system refuses to
-    give always raise.  ``stall_after`` seconds of waiting are reported, and a line of progress comes every
-    ``log_every`` seconds (0: never).  The counters are served to Prometheus on ``metrics_port`` plus the local rank
-    (0: not at all).  ``nvtx`` marks the stages of ``next()`` for a profiler, in the whole process.  ``read``: how to
-    read.
+    The process: the data-parallel ``rank`` of ``world_size``, ``device`` of the batches, ``pin_memory`` for all tensors
+    of CPU ones, ``noise`` on states; ``norm_state`` and ``layer_ids`` say what the script expects of the data.
+    ``on_bad``: a sample whose bytes are damaged raises ``DamageError`` or leaves its batch (``"skip"``); an epoch that
+    lost more than 16 of them and more than 1 % of those it handed out, and bytes that the system refuses to give,
+    always raise.  ``stall_after`` seconds of waiting are reported, and a line of progress comes every ``log_every``
+    seconds (0: never).  The counters are served to Prometheus on ``metrics_port`` plus the local rank (0: not at all).
+    ``nvtx`` marks the stages of ``next()`` for a profiler, in the whole process.  ``read``: how to read.
     """
 
     trainer: str
@@ -168,10 +181,12 @@ class LoaderSettings:
         ):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(map(repr, known))}")
-        for name in ("seed", "epoch", "min_loss_tokens"):
+        if self.norm_state not in (None, "pre", "post"):
+            raise ValueError(f"norm_state={self.norm_state!r}: expected 'pre' or 'post'")
+        for name in ("seed", "epoch", "min_loss_tokens", *_COUNTS):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name}={value!r}: expected a whole number")
+            if value is not None or name not in _COUNTS:
+                object.__setattr__(self, name, _whole(name, value))  # a state is JSON, which knows no numpy
         if self.epoch < 0:
             raise ValueError(f"epoch={self.epoch}: epochs count from 0")
         if not 0 <= self.val_ratio < 1:

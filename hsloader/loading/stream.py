@@ -34,6 +34,8 @@ _log = logging.getLogger("hsloader")
 
 _GLANCE = 0.005  # seconds between looks at what a GPU still reads
 _NUMBERS = 1 << 40  # more batches than an epoch has: epoch and number in one key
+_MOST_LOSSES = 16  # that an iteration under on_bad="skip" may have, or, if that is more,
+_LOSSES_IN = 100  # one in so many of the samples that it has handed out
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -90,6 +92,8 @@ class BatchStream:
         self._mask = next((i for i, span in enumerate(trainer.spans) if span.name == "loss_mask"), None)
         self._layouts: dict[int, tuple[BatchSequence, BatchLayout]] = {}
         self._lost: set[int] = set()
+        self._losses: set[tuple[str, int]] = set()  # of this iteration: damaged chunks, and samples of whole shards
+        self._handed_before = 0  # samples, when it began
         self._target: Target | None = None
         self._then: Callable[[], Target | None] = lambda: None
         self._ahead: list[tuple[Target, int]] = []  # targets and how many of their batches were asked
@@ -107,6 +111,8 @@ class BatchStream:
             self.forget()
         self._target, self._then = target, then
         self._ahead = [(target, 0)]
+        self._losses.clear()
+        self._handed_before = int(self.client.counters[TrainerCounter.SAMPLES])
 
     def forget(self) -> None:
         """Nothing that was asked is wanted."""
@@ -133,8 +139,8 @@ class BatchStream:
         """The batch of that number of the target, waiting for it.
 
         Raises ``DamageError`` for bytes that are damaged, or, under ``on_bad="skip"``, for a batch that cannot go
-        without them; also for bytes that the system refuses, which are asked for again by the next call; and
-        ``FeederError`` if the reader died for good.
+        without them and for more damage than single chunks (see ``_bound``); also for bytes that the system refuses.
+        What skipping does not cover is asked for again by the next call.  ``FeederError`` if the reader died for good.
         """
         target = self._target
         assert target is not None
@@ -239,10 +245,35 @@ class BatchStream:
             raise DamageError(
                 f"{text}; run: hsloader verify {self._dataset.path}; on_bad='skip' leaves such samples out"
             )
+        self._bound(key, told, text)
         self._lost |= found
         self._layouts = {key: laid for key, laid in self._layouts.items() if key in self.client}
         self.client.counters[TrainerCounter.SKIPPED] += len(found)
         _log.warning("%s; left out, as on_bad='skip' says: %d so far", text, len(self._lost))
+
+    def _bound(self, key: int, told: Sequence[BadSample], text: str) -> None:
+        """Raise if the losses of this iteration are more than single damaged chunks would make.
+
+        Else a dataset that is deleted or replaced under a training would empty batch after batch.  Samples that lie
+        in one damaged chunk (of a token field) are one loss; of a shard that is gone each sample is one.
+        """
+        losses, handed = self._losses | _losses_of(told), self._handed
+        allowed = max(_MOST_LOSSES, handed // _LOSSES_IN)
+        if len(losses) > allowed:
+            self.done(key)  # the dataset may be put back
+            raise DamageError(
+                f"{text}; that makes {len(losses):,} losses in this epoch, beside {plural(handed, 'sample')} handed "
+                f"out, and on_bad='skip' covers {allowed:,} ({_MOST_LOSSES}, or 1 % of the samples handed out): single "
+                "damaged chunks are fewer, so the dataset was probably moved, deleted or replaced. Put it back, run: "
+                f"hsloader verify {self._dataset.path}, and resume from the last state; samples that stay damaged are "
+                "left out with samples="
+            )
+        self._losses = losses
+
+    @property
+    def _handed(self) -> int:
+        """Samples that this iteration has handed out."""
+        return int(self.client.counters[TrainerCounter.SAMPLES]) - self._handed_before
 
     def _describe(self, entry: BadSample) -> str:
         try:
@@ -251,3 +282,15 @@ class BatchStream:
             name = ""
         place = f"{entry.path}, chunk {entry.chunk}" if entry.chunk >= 0 else entry.path
         return f"sample {entry.sample}{name} of {self._dataset.path}: {entry.field}: {place}: {entry.text}"
+
+
+def _losses_of(bad: Sequence[BadSample]) -> set[tuple[str, int]]:
+    """The damaged chunks behind bad samples as (path, chunk); ("", sample) for one that no single chunk explains."""
+    chunks: dict[int, set[tuple[str, int]]] = {}
+    for entry in bad:
+        chunks.setdefault(entry.sample, set()).add((entry.path, entry.chunk))
+    losses = set()
+    for sample, places in chunks.items():
+        place = places.pop()
+        losses.add(place if not places and place[1] >= 0 else ("", sample))
+    return losses

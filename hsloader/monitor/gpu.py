@@ -51,11 +51,12 @@ class GpuReader:
                 memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
                 name = self._nvml.nvmlDeviceGetName(handle)
                 pids = tuple(int(p.pid) for p in self._nvml.nvmlDeviceGetComputeRunningProcesses(handle))
+                uuid = _text(self._nvml.nvmlDeviceGetUUID(handle)).removeprefix("GPU-")
             except self._nvml.NVMLError:
                 continue
             if busy:
                 share = sum(busy) / len(busy) / 100
-                found.append(GpuSample(index, _text(name), share, int(memory.used), int(memory.total), pids))
+                found.append(GpuSample(index, _text(name), share, int(memory.used), int(memory.total), pids, uuid))
         self._nvml.nvmlShutdown()
         return found or None, self._note or ("" if found else "GPU utilisation is not shown: NVML shows no GPU")
 

@@ -15,13 +15,17 @@ __all__ = ["Opening", "epoch_text", "first_batch_text", "heartbeat_text", "openi
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Opening:
-    """What a loader knows of itself when it opens.  Bytes of the states as they are used, and as they are stored."""
+    """What a loader knows of itself when it opens.
+
+    ``raw_bytes`` of what it uses, decoded; ``stored_bytes`` of the whole dataset; ``whole``: it uses all of that.
+    """
 
     dataset: str
     samples: int
     tokens: int
     raw_bytes: int
     stored_bytes: int
+    whole: bool = True
     batches: int
     rank: int = 0
     world: int = 1
@@ -32,11 +36,15 @@ class Opening:
 
 
 def opening_text(o: Opening) -> str:
-    """``data.hs: 10,000 samples, 16,200,000 tokens, 924 GB (626 GB on disk); 1,250 batches an epoch ...``."""
+    """``data.hs: 10,000 samples, 16,200,000 tokens, 924 GB (626 GB on disk); 1,250 batches an epoch ...``.
+
+    Of a part ``(the whole dataset is 626 GB on disk)``.
+    """
+    stored = f"{'' if o.whole else 'the whole dataset is '}{size_text(o.stored_bytes)} on disk"
     share = f" on each of {o.world} ranks" if o.world > 1 else ""
     return (
         f"{o.dataset}: {plural(o.samples, 'sample')}, {plural(o.tokens, 'token')}, {size_text(o.raw_bytes)} "
-        f"({size_text(o.stored_bytes)} on disk); {plural(o.batches, 'batch', 'batches')} an epoch{share}; reads by "
+        f"({stored}); {plural(o.batches, 'batch', 'batches')} an epoch{share}; reads by "
         f"{o.mode} ({o.reason}), ring of {plural(o.slots, 'batch', 'batches')}, {size_text(o.slots * o.slot_bytes)}"
     )
 

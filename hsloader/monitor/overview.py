@@ -89,7 +89,7 @@ def _row(before: FoundRing, after: FoundRing, gpus: Sequence[GpuSample]) -> Load
         advice=verdict.advice,
         bad_samples=now[TrainerCounter.BAD_SAMPLES],
         restarts=now[TrainerCounter.RESTARTS],
-        gpu=_gpu(after.owner, str(info.get("device", "")), gpus),
+        gpu=_gpu(after.owner, str(info.get("device", "")), str(info.get("gpu", "")), gpus),
     )
 
 
@@ -97,11 +97,19 @@ def _number(value: object) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def _gpu(pid: int, device: str, gpus: Sequence[GpuSample]) -> float | None:
-    """How busy the loader's GPU is: the one its process uses, else, as in a container, the one that it names."""
+def _gpu(pid: int, device: str, uuid: str, gpus: Sequence[GpuSample]) -> float | None:
+    """How busy the loader's GPU is: the one of its UUID, known from the first batch on.
+
+    Else the one its process uses, or, as in a container, the one that it names.
+    """
+    for gpu in gpus:
+        if uuid and gpu.uuid == uuid:
+            return gpu.busy
     for gpu in gpus:
         if pid in gpu.processes:
             return gpu.busy
+    if uuid and any(gpu.uuid for gpu in gpus):  # it is none of these, whatever its number
+        return None
     if device == "cuda":  # whichever is the process's current one
         return gpus[0].busy if len(gpus) == 1 else None
     return next((gpu.busy for gpu in gpus if device == f"cuda:{gpu.index}"), None)

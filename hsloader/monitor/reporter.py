@@ -28,15 +28,23 @@ _WINDOW = 10.0  # seconds that a window of stats() spans at least, once the load
 
 
 class Reporter:
-    """Says lines by the rule of ``voice``; rank 0 speaks, stall reports come from every rank.
+    """Says lines by the rule of ``voice``.  One that does not ``speaks`` reports stalls only, as every rank does.
 
     ``read`` copies the ring's header; ``log_every`` seconds lie between two heartbeats (0: none).
     """
 
-    def __init__(self, read: Callable[[], Snapshot], *, rank: int = 0, world: int = 1, log_every: float = 30.0) -> None:
+    def __init__(
+        self,
+        read: Callable[[], Snapshot],
+        *,
+        rank: int = 0,
+        world: int = 1,
+        speaks: bool = True,
+        log_every: float = 30.0,
+    ) -> None:
         self._read = read
         self._log_every = log_every
-        self._speaks = rank == 0
+        self._speaks = speaks
         self._opened = time.monotonic()
         self._due = float("inf")
         self._first = True

@@ -133,7 +133,11 @@ class HostSample:
 
 @dataclass(frozen=True, slots=True)
 class GpuSample:
-    """One GPU: utilisation as a share (mean over the observation), memory in bytes, ids of its processes."""
+    """One GPU: utilisation as a share (mean over the observation), memory in bytes, ids of its processes.
+
+    ``uuid`` as CUDA writes it, empty where unknown: ``index`` is that of the machine, which a process that may see
+    only some GPUs counts otherwise.
+    """
 
     index: int
     name: str
@@ -141,6 +145,7 @@ class GpuSample:
     memory_used: int
     memory_total: int
     processes: tuple[int, ...] = ()
+    uuid: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,9 @@ Names end in their unit: ``_bytes``, ``_seconds``, ``_share`` (of one), ``_per_s
 ``read_threads``                of the feeder; ``decode_threads``; ``open_shards`` files are open
 ``queued_reads``                reads that wait for a thread; ``queued_decodes``
 =============================== ====================================================================================
+
+A loader whose ``batch_sampler`` gives a batch that is larger than any before gets a larger ring and a new reader with
+it.  Then it opens anew: all of this, ``uptime_seconds`` too, counts from there.
 """
 
 from __future__ import annotations

@@ -163,6 +163,12 @@ class FeederClient:
         """The trainer's counters (int64, indexed by ``TrainerCounter``); the loader writes those from SAMPLES on."""
         return self._state.ring.trainer
 
+    def tell(self, **info: Any) -> None:
+        """Say more about the loader to monitors, beside the ``info`` that it was made with."""
+        self._check()
+        self._info |= info
+        self._say_what_it_is()
+
     def stats(self) -> dict[str, float]:
         """The ring's counters since the client was made; the names are those of ``hsloader.monitor.stats``."""
         self._check()

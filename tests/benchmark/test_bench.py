@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import errno
 import json
 import os
 import signal
@@ -153,6 +154,54 @@ def test_a_gpu_that_another_process_fills_costs_one_note(dataset_path: Path, mon
     assert report.notes[-1] == (
         "copies to the GPU were not measured to the end: CUDA out of memory. Tried to allocate 64 MiB"
     )
+
+
+@pytest.mark.parametrize("number", [errno.EDQUOT, errno.ENOSPC])
+def test_a_quota_that_ends_while_the_scratch_is_filled_costs_one_note(
+    dataset_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """The file system says that there is room: it does not count for this user."""
+    fill = ScratchFile.fill
+    opened: list[ScratchFile] = []
+
+    def full(self: ScratchFile, *arguments: Any) -> None:
+        opened.append(self)
+        fill(self, 1 << 20, *arguments[1:])
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(ScratchFile, "fill", full)
+    monkeypatch.setattr(api, "data_files", lambda *arguments, **more: None)  # all of the dataset is in memory
+    report = hsloader.bench(dataset_path, **SMALL)
+    assert not report.of("disk")
+    assert report.of("pipeline")
+    assert opened[0].fd == -1
+    (note,) = [note for note in report.notes if "the disk was not measured alone" in note]
+    assert f"{os.strerror(number)} (give a smaller scratch_bytes)" in note
+
+
+def test_other_errors_of_the_scratch_file_are_raised(dataset_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: ScratchFile, *arguments: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(ScratchFile, "fill", broken)
+    monkeypatch.setattr(api, "data_files", lambda *arguments, **more: None)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        hsloader.bench(dataset_path, **SMALL)
+
+
+def test_a_quota_that_ends_while_samples_are_written_costs_one_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: Any, **more: Any) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(api, "synthetic_dataset", full)
+    report = hsloader.bench(tmp_path, **SMALL)
+    assert report.of("disk")
+    assert not report.of("decode")
+    (note,) = [note for note in report.notes if "decoding was not measured" in note]
+    assert os.strerror(errno.EDQUOT) in note
+    assert listing(tmp_path) == []
 
 
 def test_a_missing_path_is_named(tmp_path: Path) -> None:

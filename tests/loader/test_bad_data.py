@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hsloader import DamageError, DataLoader, ReadOptions
+from hsloader.monitor.counters import TrainerCounter
 from hsloader.reader.access import Access
 from hsloader.store.dataset import Dataset, open_dataset
 from hsloader.store.writer import Writer
@@ -123,6 +124,68 @@ def test_bytes_that_the_system_refuses_are_no_damage(
             assert_same(batch, reference(dataset, samples, PACKED))
         assert loader.stats()["skipped_samples"] == 0
     assert "left out" not in caplog.text
+
+
+def vanish(copy: Path) -> None:
+    """Delete every shard of the states."""
+    shards = [file for file in copy.rglob("*") if file.is_file() and "hidden_states" in file.parent.parts]
+    shards = [file for file in shards if file.name != "zarr.json"]
+    assert shards
+    for file in shards:
+        file.unlink()
+
+
+ONE_BY_ONE: dict[str, Any] = {**RAW, "batch_size": 1, "split": "all", "shuffle": False, "on_bad": "skip"}
+
+
+def test_skip_is_for_single_chunks_and_ends_where_a_dataset_vanishes(path: Path, tmp_path: Path) -> None:
+    """16 losses are covered; the 17th raises, each time, until the dataset is there again."""
+    copy, away = tmp_path / "data.hs", tmp_path / "away.hs"
+    shutil.copytree(path, copy)
+    with DataLoader(copy, **ONE_BY_ONE) as loader:  # reads nothing yet
+        shutil.copytree(copy, away)
+        vanish(copy)
+        batches = iter(loader)
+        assert [next(batches) for _ in range(16)] == [[]] * 16
+        for _ in range(2):
+            with pytest.raises(DamageError) as told:
+                next(batches)
+            for part in (
+                "sample 16 ",
+                "17 losses in this epoch, beside 0 samples handed out, and on_bad='skip' covers 16 (16, or 1 % ",
+                f"hsloader verify {copy}",
+                "resume from the last state",
+                "samples=",
+            ):
+                assert part in str(told.value)
+        assert loader.state_dict()["position"] == 16
+        assert loader.stats()["skipped_samples"] == 16
+        shutil.copytree(away, copy, dirs_exist_ok=True)
+        with open_dataset(away) as sound:
+            assert_same(next(batches), reference(sound, [16], ONE_BY_ONE))
+
+
+def test_skip_covers_one_percent_of_what_an_epoch_handed_out(path: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "data.hs"
+    shutil.copytree(path, copy)
+    with DataLoader(copy, **ONE_BY_ONE) as loader:
+        vanish(copy)
+        counters = loader._connection.client.counters  # type: ignore[union-attr]
+        counters[TrainerCounter.SAMPLES] += 1_000_000  # before this epoch: they do not count
+        batches = iter(loader)
+        counters[TrainerCounter.SAMPLES] += 1_850
+        assert [next(batches) for _ in range(18)] == [[]] * 18
+        with pytest.raises(DamageError, match=r"19 losses .* beside 1,850 samples handed out, .* covers 18 \("):
+            next(batches)
+
+
+def test_samples_that_share_a_damaged_chunk_are_one_loss(path: Path, tmp_path: Path) -> None:
+    """A chunk of a token field holds 16,384 rows: here all 24 samples."""
+    copy = tmp_path / "data.hs"
+    shutil.copytree(path, copy)
+    damage(copy, 0, "loss_mask")
+    with DataLoader(copy, **ONE_BY_ONE) as loader:
+        assert list(loader) == [[]] * 24
 
 
 def test_a_packed_batch_that_loses_all_is_padding(damaged: Path) -> None:

@@ -13,6 +13,7 @@ import hsloader
 from hsloader import DataLoader, ReadOptions
 from hsloader.batches.noise import GaussianNoise
 from hsloader.errors import IncompatibleError
+from hsloader.monitor import stats
 from hsloader.store.dataset import Dataset
 from hsloader.store.writer import Writer
 from tests.loader.making import PACKED, PADDED, RAW, assert_same, clone, ids_of, reference
@@ -108,6 +109,50 @@ def test_collate_makes_a_scripts_own_batches(dataset: Dataset) -> None:
         DataLoader(dataset, collate=lengths, **PACKED)
 
 
+@pytest.mark.parametrize("settings", FAMILIES)
+def test_every_tensor_is_pinned_if_asked(
+    dataset: Dataset, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against a make-believe pinned allocator: there is none without a GPU."""
+    blocks: list[torch.Tensor] = []
+    empty = torch.empty
+
+    def is_pinned(tensor: torch.Tensor) -> bool:
+        return any(tensor.untyped_storage().data_ptr() == block.untyped_storage().data_ptr() for block in blocks)
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        if is_pinned(tensor):
+            return tensor
+        blocks.append(tensor.clone())
+        return blocks[-1]
+
+    def allocate(*shape: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        block = empty(*shape, **options)
+        if pin_memory:
+            blocks.append(block)
+        return block
+
+    monkeypatch.setattr(torch, "empty", allocate)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    for pinned in (True, False):
+        with DataLoader(dataset, pin_memory=pinned, **settings) as loader:
+            plan = plan_of(loader)
+            for batch, samples in zip(loader, plan, strict=True):
+                assert_same(batch, reference(dataset, samples, settings))
+                parts = batch if isinstance(batch, list) else [batch]
+                tensors = [value for part in parts for value in part.values() if isinstance(value, torch.Tensor)]
+                assert {is_pinned(tensor) for tensor in tensors} == {pinned}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="wants a machine without pinned memory")
+def test_pinned_batches_without_an_accelerator_are_torchs_error(dataset: Dataset) -> None:
+    with (
+        DataLoader(dataset, pin_memory=True, **PACKED) as loader,
+        pytest.raises(RuntimeError, match="accelerator"),
+    ):
+        next(iter(loader))
+
+
 def test_a_scripts_own_batch_sampler(dataset: Dataset) -> None:
     drawn = torch.utils.data.BatchSampler(torch.utils.data.SequentialSampler(range(10)), 4, drop_last=False)
     with DataLoader(dataset, trainer="raw", batch_sampler=drawn, log_every=0) as loader:
@@ -132,8 +177,13 @@ def test_a_batch_sampler_whose_batches_grow(dataset: Dataset) -> None:
             return 1
 
     with DataLoader(dataset, trainer="raw", batch_sampler=Growing(), log_every=0) as loader:
-        kept = [batch for _ in range(3) for batch in loader]
+        kept, totals = [], []
+        for _ in range(3):
+            kept += list(loader)
+            totals.append(loader.stats()["samples"])
         assert [len(batch) for batch in kept] == [4, 8, 12]
+        assert totals == [4, 8, 12]  # a larger ring counts anew, as monitor.stats says
+        assert "counts from there" in (stats.__doc__ or "")
         for batch in kept:
             assert_same(batch, reference(dataset, list(range(len(batch))), RAW))
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import random
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,6 +20,7 @@ import hsloader.loading.settings as settings_module
 from hsloader import DataLoader, UniformNoise
 from hsloader.device import CudaDriver
 from hsloader.errors import LoaderError
+from hsloader.monitor.header import take_snapshot
 from hsloader.store.dataset import Dataset
 from tests.loader.making import PACKED, PADDED, RAW, assert_same, clone, reference
 
@@ -67,6 +70,7 @@ class LateDriver:
         self.moves = False  # whether the device gets on while it is looked at
         self.registered: set[int] = set()
         self.used: list[tuple[torch.Tensor, LateStream]] = []
+        self.uuid = ""
 
     def check_not_capturing(self) -> None:
         if self.capturing:
@@ -333,6 +337,58 @@ def test_an_interrupt_anywhere_in_a_transfer_loses_nothing(
         del batch, batches
         gc.collect()
         assert connection.client.held == 0
+
+
+def test_a_ring_that_was_replaced_is_unregistered_once_nothing_moves_from_it(
+    dataset: Dataset, driver: LateDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a feeder that hung in the kernel: else both rings stay pinned until the loader closes."""
+    settings = {**PACKED, "max_tokens": 120}
+    with DataLoader(dataset, device="cuda", **settings) as loader:
+        client = loader._connection.client  # type: ignore[union-attr]
+        while client.stats()["batches_filled"] < client.slots:
+            time.sleep(0.001)
+        plan = loader.batch_sampler._generate_batches(0)
+        batches = iter(loader)
+        got = [next(batches)]
+        os.kill(client.pid, signal.SIGKILL)  # type: ignore[arg-type]
+        monkeypatch.setattr(client._state.host, "stuck", lambda: True)
+        client._recover_if_dead()
+        transfers = loader._connection.delivery._transfers  # type: ignore[union-attr]
+        memory = transfers._memory
+
+        def one_ends() -> None:
+            driver.synchronize(memory.moving[0].events.done)
+            transfers.retire()
+
+        one_ends()  # else there is no room to ask for anything in the new ring
+        for _ in range(4):  # three that the old ring still had, and one of the new
+            got.append(next(batches))
+        old = [parcel.place for parcel in memory.moving if parcel.place[0] == 1]
+        assert len(old) == 3
+        transfers.retire()
+        assert {place for place in memory.registered if place[0] == 1} == set(old)
+        one_ends()
+        assert {place for place in memory.registered if place[0] == 1} == set(old[1:])
+        driver.drain()
+        transfers.retire()
+        assert {ring for ring, _ in memory.registered} == {2}
+        assert driver.registered == {slot.ctypes.data for slot, _ in memory.registered.values()}
+        for batch in batches:
+            driver.drain()
+            got.append(batch)
+        assert_same(big_tensors(got), [big_tensors(reference(dataset, samples, settings)) for samples in plan])
+
+
+def test_the_ring_says_which_gpu_it_is_from_the_first_batch_on(dataset: Dataset, driver: LateDriver) -> None:
+    driver.uuid = "5ca1ab1e-0000-0000-0000-000000000001"
+    with DataLoader(dataset, device="cuda", **PACKED) as loader:
+        client = loader._connection.client  # type: ignore[union-attr]
+        before = take_snapshot(client.ring.fd).info
+        assert "gpu" not in before  # CUDA is not touched yet
+        next(iter(loader))
+        assert take_snapshot(client.ring.fd).info == {**before, "gpu": driver.uuid}
+        driver.drain()
 
 
 def test_a_forked_child_leaves_the_parents_transfers_alone(dataset: Dataset, driver: LateDriver) -> None:

@@ -12,6 +12,7 @@ from hsloader import DataLoader
 from hsloader.errors import LoaderError, StateError
 from hsloader.loading.course import Share
 from hsloader.loading.settings import LoaderSettings
+from hsloader.monitor.words import size_text
 from hsloader.order.sequence import MOST_EPOCHS
 from hsloader.store.dataset import open_dataset
 from tests.loader.making import PACKED, PADDED, RAW, ids_of, write
@@ -249,6 +250,29 @@ def test_speculators_skip_into_an_epoch(path: Path) -> None:
         assert [ids_of(batch) for batch in loader] == whole[2:]
         sampler.set_epoch(4)
         assert [ids_of(batch) for batch in loader] == epoch_of(path, 4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "whole"),
+    [
+        ({"split": "all"}, True),
+        ({"split": "val", "val_ratio": 0.3}, False),
+        ({"split": "all", "max_length": 20}, False),
+    ],
+    ids=["whole", "split", "cut"],
+)
+def test_the_opening_line_tells_a_part_from_the_whole(
+    path: Path, caplog: pytest.LogCaptureFixture, settings: dict[str, Any], whole: bool
+) -> None:
+    caplog.set_level("INFO", "hsloader")
+    with open_dataset(path) as dataset:
+        manifest = dataset.manifest
+        with DataLoader(dataset, **{**RAW, **settings}) as loader:
+            tokens = int(dataset.lengths[loader._epochs.usable].clip(max=settings.get("max_length")).sum())
+    stored, used = size_text(manifest.stored_bytes), size_text(tokens * manifest.raw_bytes // manifest.tokens)
+    sizes = f"{used} ({stored} on disk)" if whole else f"{used} (the whole dataset is {stored} on disk)"
+    assert f" {tokens:,} tokens, {sizes}; " in caplog.messages[0]
+    assert whole == (tokens == manifest.tokens)
 
 
 def test_train_and_val_share_the_dataset(path: Path) -> None:

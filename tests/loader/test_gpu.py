@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -153,12 +154,29 @@ def test_graph_capture_is_refused(large: Path) -> None:
         next(batches)
 
 
-def test_pinned_cpu_batches(large: Path) -> None:
-    expected = cpu_batches(large, **LARGE)
-    with DataLoader(large, pin_memory=True, **LARGE) as loader:
+@pytest.mark.parametrize("settings", [LARGE, {**LARGE, "trainer": "speculators-0.4"}, PADDED, RAW])
+def test_pinned_cpu_batches(large: Path, settings: dict[str, Any]) -> None:
+    expected = cpu_batches(large, **settings)
+    with DataLoader(large, pin_memory=True, **settings) as loader:
         for ours, theirs in zip(loader, expected, strict=True):
-            assert ours["hidden_states"].is_pinned()
-            assert_same(ours["hidden_states"].to("cuda", non_blocking=True), theirs["hidden_states"])
+            parts = ours if isinstance(ours, list) else [ours]
+            tensors = [value for part in parts for value in part.values() if isinstance(value, torch.Tensor)]
+            assert tensors
+            assert all(tensor.is_pinned() and tensor.device.type == "cpu" for tensor in tensors)
+            sent = [_sent(part) for part in parts]
+            assert_same(sent if isinstance(ours, list) else sent[0], theirs)
+
+
+def _sent(batch: dict[str, Any]) -> dict[str, Any]:
+    return {k: v.to("cuda", non_blocking=True) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+
+
+def test_the_ring_says_which_gpu_it_is(large: Path) -> None:
+    """As NVML writes it, so that ``hsloader top`` finds it whatever CUDA_VISIBLE_DEVICES hides."""
+    with DataLoader(large, device="cuda", **LARGE) as loader:
+        next(iter(loader))
+        info = loader._connection.client.ring.info()  # type: ignore[union-attr]
+    assert re.fullmatch(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", info["gpu"])
 
 
 def test_memory_and_registrations_do_not_grow(large: Path) -> None:

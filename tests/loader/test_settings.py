@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -42,6 +44,34 @@ def test_a_wrong_keyword_is_answered_with_the_right_one(
 ) -> None:
     with pytest.raises(TypeError, match=words):
         make(path, **given)
+
+
+def test_whole_numbers_of_any_type_are_taken(path: Path) -> None:
+    """What comes out of a numpy computation; the state is JSON all the same."""
+    whole: dict[str, Any] = {"seed": np.int64(3), "epoch": np.int32(1), "max_length": torch.tensor(50)}
+    whole |= {"batch_size": np.int64(2), "rank": np.int64(0), "world_size": np.uint8(1)}
+    with DataLoader(path, trainer="raw", log_every=0, **whole) as loader:
+        state = json.loads(json.dumps(loader.state_dict()))
+        assert all(len(sample["input_ids"]) <= 50 for sample in next(iter(loader)))
+    plain: dict[str, Any] = {"seed": 3, "epoch": 1, "max_length": 50, "batch_size": 2}
+    with DataLoader(path, trainer="raw", log_every=0, **plain) as loader:
+        assert loader.state_dict() == state
+        loader.load_state_dict(state)
+
+
+@pytest.mark.parametrize("name", ["seed", "epoch", "min_loss_tokens", "batch_size", "max_length"])
+@pytest.mark.parametrize("value", [True, np.True_, 1.0, "1"])
+def test_what_is_no_whole_number_is_refused(path: Path, name: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=f"^{name}=.*: expected a whole number"):
+        DataLoader(path, **{"trainer": "raw", name: value})
+
+
+@pytest.mark.parametrize("trainer", ["raw", "speculators-0.9"])
+def test_a_norm_state_that_is_none_is_refused_whoever_trains(path: Path, trainer: str) -> None:
+    with pytest.raises(ValueError, match="norm_state='prenorm': expected 'pre' or 'post'"):
+        DataLoader(path, trainer=trainer, norm_state="prenorm")  # type: ignore[arg-type]
+    with DataLoader(path, trainer="raw", norm_state="post", log_every=0) as loader:  # raw takes any state
+        assert len(loader) == 24
 
 
 def test_each_rank_of_a_machine_has_a_port_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from hsloader import DataLoader, HiddenStateDataset
+from hsloader import DataLoader, HiddenStateDataset, ReadOptions
+from hsloader.loading.course import Share
+from hsloader.loading.settings import LoaderSettings
 from tests.loader.making import PACKED, RAW, assert_same, clone, ids_of
 
 SMALL: dict[str, Any] = {**PACKED, "max_tokens": 120}
@@ -82,6 +84,20 @@ def test_lists_of_samples_travel_too(path: Path) -> None:
     assert_same([clone(batch) for batch in stock], wanted(path, 0, **{**RAW, "max_tokens": None}))
     _end(stock)
     dataset.close()
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+def test_each_worker_reports_stalls_as_its_rank_and_the_first_speaks(
+    path: Path, worker: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "hsloader")
+    settings = LoaderSettings.of({**RAW, "read": ReadOptions(in_process=True)})
+    with DataLoader._planned(path, settings, Share(worker, 2)) as loader:
+        next(iter(loader))
+        assert ("first batch" in caplog.text) == (worker == 0)
+        caplog.clear()
+        loader._connection.reporter.stalled(12.0)  # type: ignore[union-attr]
+    assert caplog.messages[0].startswith("next() has waited 12 s")  # no "rank 1: "
 
 
 @pytest.mark.parametrize("workers", [0, 1])

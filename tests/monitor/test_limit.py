@@ -220,6 +220,8 @@ def test_lines_name_what_matters() -> None:
         "data.hs: 10,000 samples, 16,200,000 tokens, 924 GB (626 GB on disk); 1,250 batches an epoch"
     )
     assert text.endswith("reads by mmap (a local file system), ring of 4 batches, 1.88 GB")
+    part = opening_text(replace(opening, samples=980, raw_bytes=90 * 10**9, whole=False))
+    assert "16,200,000 tokens, 90 GB (the whole dataset is 626 GB on disk); 1,250 batches" in part
     after = _ready(
         10,
         {

@@ -69,7 +69,9 @@ def test_rank_0_speaks_and_stalls_are_told_by_every_rank(
     counters = {TrainerCounter.BATCHES: 0, TrainerCounter.EPOCH_BATCHES: 10}
     for rank in (0, 1):
         now = time.monotonic()
-        reporter = Reporter(lambda now=now: snapshot(time.monotonic() - now, counters), rank=rank, log_every=0.05)
+        reporter = Reporter(
+            lambda now=now: snapshot(time.monotonic() - now, counters), rank=rank, speaks=rank == 0, log_every=0.05
+        )
         reporter.epoch_began()
         counters[TrainerCounter.BATCHES] = 1
         reporter.batch_done()

@@ -13,19 +13,22 @@ import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from hsloader.monitor.counters import TrainerCounter
 from hsloader.monitor.examine import examine
-from hsloader.monitor.header import Snapshot
+from hsloader.monitor.gpu import GpuReader
+from hsloader.monitor.header import RingShape, Snapshot, take_snapshot
 from hsloader.monitor.neighbours import FoundRing
 from hsloader.monitor.overview import overview
 from hsloader.monitor.prometheus import MetricsServer, exposition
 from hsloader.monitor.roles import Role
 from hsloader.monitor.samples import GpuSample
 from hsloader.monitor.situation import Kind
+from hsloader.reader.ring import Ring, Status
 from tests.monitor.making import snapshot
 from tests.monitor.running import script
 from tests.reader.making import make_dataset
@@ -130,6 +133,57 @@ def test_the_gpu_beside_a_loader_is_its_own(device: str, processes: tuple[int, .
     before, after = (FoundRing((1, 2), "", 77, snapshot(at, info={"device": device})) for at in (0, 1))
     assert [row.gpu for row in overview([before], [after], gpus)] == [busy]
     assert [row.gpu for row in overview([before], [after], gpus[:1])] == [0.1 if device in ("cuda", "cuda:0") else None]
+
+
+@pytest.mark.parametrize(
+    ("uuid", "processes", "busy"),
+    [
+        ("bb", (), 0.9),  # cuda:0 of a process that may see the machine's second GPU only
+        ("bb", (0, 77), 0.9),  # the process uses both
+        ("cc", (0,), None),  # one that NVML does not list, as in MIG: not whatever has its number
+        ("cc", (0, 77), 0.1),
+        ("", (), 0.1),
+    ],
+)
+def test_the_gpu_beside_a_loader_is_told_by_its_uuid(uuid: str, processes: tuple[int, ...], busy: float | None) -> None:
+    gpus = [GpuSample(0, "a", 0.1, 1, 2, processes, "aa"), GpuSample(1, "b", 0.9, 1, 2, (), "bb")]
+    info = {"device": "cuda:0", "gpu": uuid}
+    before, after = (FoundRing((1, 2), "", 77, snapshot(at, info=info)) for at in (0, 1))
+    assert [row.gpu for row in overview([before], [after], gpus)] == [busy]
+
+
+def test_uuids_of_gpus_are_as_cuda_writes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = SimpleNamespace(
+        NVMLError=OSError,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetCount=lambda: 1,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=40),
+        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=1, total=2),
+        nvmlDeviceGetName=lambda handle: b"H200",
+        nvmlDeviceGetUUID=lambda handle: b"GPU-5ca1ab1e-0000-0000-0000-000000000001",
+        nvmlDeviceGetComputeRunningProcesses=lambda handle: [],
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    reader = GpuReader()
+    reader.sample()
+    assert reader.result() == ([GpuSample(0, "H200", 0.4, 1, 2, (), "5ca1ab1e-0000-0000-0000-000000000001")], "")
+
+
+def test_what_the_feeder_gave_up_is_not_being_read(tmp_path: Path) -> None:
+    shape = RingShape(slots=4, slot_bytes=4096, area_bytes=64, threads=1)
+    ring = Ring.create(shape)
+    ring.trainer[TrainerCounter.GENERATION] = 1
+    for slot, status in enumerate((Status.FILLED, Status.CANCELLED, Status.FAILED, None)):
+        ring.write_request(slot, slot + 1, slot, 1, b"pieces")
+        request = ring.request(slot)
+        assert request is not None
+        if status is not None:
+            ring.write_completion(slot, request, status, bad=0, blob=b"", times=(0, 0), decoded=0)
+    now = take_snapshot(ring.fd)
+    ring.close()
+    assert (now.ready, now.reading) == (1, 1)
 
 
 def test_exposition_is_what_prometheus_reads() -> None:
