@@ -50,8 +50,9 @@ def pytest_configure(config: pytest.Config) -> None:
     _temporary = tempfile.mkdtemp(prefix="hsloader-tests-")
     os.environ["TMPDIR"] = _temporary
     tempfile.tempdir = None
-    # A shell starts what it runs in the background with SIGINT ignored, and children inherit that.
+    # A shell starts what it runs in the background with SIGINT ignored, nohup with SIGHUP; children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     sys.addaudithook(_no_network)
     _quiet_hypothesis()
 
