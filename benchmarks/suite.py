@@ -118,6 +118,7 @@ def make_cold(folder: Path) -> None:
     for path in files_below(folder):
         fd = os.open(path, os.O_RDONLY)
         try:
+            os.fsync(fd)  # what is not on the disk yet cannot be dropped
             drop(fd)
             held += resident_share(fd) * os.fstat(fd).st_size
         finally:
