@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
-from typing import Annotated, ParamSpec
+from typing import Annotated, Any, ParamSpec
 
 import typer
+from typer.core import TyperCommand
 
 from hsloader.cli import output
 from hsloader.errors import HsloaderError
 
-__all__ = ["FAILED", "INTERRUPTED", "SET_ASIDE", "Json", "Quiet", "Traceback", "clear_errors", "parse_size"]
+__all__ = ["FAILED", "INTERRUPTED", "SET_ASIDE", "Command", "Json", "Quiet", "Traceback", "clear_errors", "parse_size"]
 
 FAILED = 1
 SET_ASIDE = 3
@@ -23,6 +24,15 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 Traceback = Annotated[bool, typer.Option("--traceback", help="Show where in the code an error came from.")]
 
 P = ParamSpec("P")
+
+
+class Command(TyperCommand):
+    """Shows arguments in the usage line as every other program does: ``SRC``, not ``{SRC}``."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Options and arguments as the usage line has them."""
+        return [piece.removeprefix("{").removesuffix("}") for piece in super().collect_usage_pieces(ctx)]
+
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*\Z", flags=re.IGNORECASE)
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Unpack
 
 import typer
-from typer.core import TyperCommand
 
 from hsloader.cli import output
-from hsloader.cli.common import INTERRUPTED, Json, Quiet, Traceback, clear_errors, parse_size
+from hsloader.cli.common import INTERRUPTED, Command, Json, Quiet, Traceback, clear_errors, parse_size
 from hsloader.cli.inspect import others_text
 from hsloader.cli.progress import ProgressDisplay, show_progress
 
@@ -18,13 +16,13 @@ if TYPE_CHECKING:
     from hsloader.conversion.api import ConvertOptions
     from hsloader.conversion.report import ConversionReport, PlanSummary
 
-__all__ = ["Command", "convert", "convert_with_progress", "print_report"]
+__all__ = ["ConvertCommand", "convert", "convert_with_progress", "print_report"]
 
 _EXACT = "exact"  # what a bare --delete-source means
 _DELETE: dict[str | None, Literal["lossy"] | bool] = {None: False, _EXACT: True, "lossy": "lossy"}
 
 
-class Command(TyperCommand):
+class ConvertCommand(Command):
     """Lets ``--delete-source`` stand alone; a value is given after ``=`` (``--delete-source=lossy``)."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -51,7 +49,8 @@ def convert(
     src: Annotated[Path, typer.Argument(metavar="SRC", help="Folder of the producer's files, or one file.")],
     dst: Annotated[Path, typer.Argument(metavar="DST", help="Where the dataset is, or is to be.")],
     norm_state: Annotated[
-        str | None, typer.Option(metavar="pre|post", help="Whether the last state is before or after the final norm.")
+        str | None,
+        typer.Option(metavar="pre|post|unknown", help="Whether the last state is before or after the final norm."),
     ] = None,
     layer_ids: Annotated[str | None, typer.Option(metavar="I,J,K", help="Layers of the auxiliary states.")] = None,
     layer_convention: Annotated[
@@ -148,7 +147,9 @@ def convert(
     )
     if as_json:
         output.print_json(report.to_dict())
-    elif not dry_run:
+    elif dry_run:
+        output.line("a dry run: nothing was written")
+    else:
         print_report(report)
     return report.exit_status
 
@@ -185,7 +186,7 @@ def convert_with_progress(
         except ValueError as problem:
             if planned:
                 raise
-            raise typer.BadParameter(str(problem)) from None
+            raise typer.BadParameter(output.in_options(str(problem))) from None
         except KeyboardInterrupt:
             display.clear()
             output.line("interrupted; the same command goes on from here", style="bad", err=True)
@@ -220,18 +221,21 @@ def print_plan(plan: PlanSummary, *, list_refused: bool) -> None:
 def _sizes(plan: PlanSummary) -> list[tuple[str, str]]:
     """What is to be converted, and what it takes."""
     lengths = f"{plan.shortest:,} to {plan.longest:,} tokens each, median {plan.median:,}"
+    if plan.shortest == plan.longest:
+        lengths = f"{output.count(plan.longest, 'token')}{' each' if plan.samples > 1 else ''}"
+    time = "" if plan.seconds is None else "under a second" if plan.seconds < 1 else output.duration_text(plan.seconds)
     resources = f"{output.count(plan.workers, 'process', 'processes')} of {output.count(plan.threads, 'thread')}"
     ratio = output.ratio_text(plan.raw_bytes, plan.predicted_bytes)
     return [
         ("layout", ", ".join(f"{name} ({output.count(n, 'sample')})" for name, n in plan.layouts.items())),
         ("samples", f"{output.count(plan.samples)}, {lengths}"),
         ("tokens", output.count(plan.tokens)),
-        *(("" if i else "fields", text.removesuffix(" []")) for i, text in enumerate(plan.fields)),
+        *(("" if i else "fields", text) for i, text in enumerate(plan.fields)),
         ("states", _origin(plan)),
         ("size now", f"{output.bytes_text(plan.source_bytes)} in {output.count(plan.files, 'file')}"),
         ("size then", f"about {output.bytes_text(plan.predicted_bytes)} ({ratio})"),
         ("disk space", f"needs {output.bytes_text(plan.space_needed)}, {output.bytes_text(plan.space_free)} free"),
-        ("time", "" if plan.seconds is None else f"{output.duration_text(plan.seconds)} or more, with {resources}"),
+        ("time", time and f"{time}{'' if time.startswith('under') else ' or more'}, with {resources}"),
     ]
 
 
@@ -243,8 +247,8 @@ def _origin(plan: PlanSummary) -> str:
 
 
 def _note_text(note: str) -> str:
-    """A note of the API, its keywords as the options they are here (``norm_state='pre'`` is ``--norm-state 'pre'``)."""
-    return re.sub(r"\b([a-z]+_[a-z_]+)=", lambda match: f"--{match[1].replace('_', '-')} ", output.printable(note))
+    """A note of the API, its keywords as the options they are here."""
+    return output.printable(output.in_options(note))
 
 
 def print_report(report: ConversionReport, *, next_step: bool = True) -> None:
@@ -257,7 +261,11 @@ def print_report(report: ConversionReport, *, next_step: bool = True) -> None:
             style="good",
         )
     elif report.present:
-        output.line(f"nothing to do: all {output.count(report.present, 'sample')} are in the dataset", style="good")
+        there = output.count(report.present, "sample") + (" is" if report.present == 1 else " are")
+        if report.quarantined:
+            output.line(f"nothing new to convert: {there} in the dataset already")
+        else:
+            output.line(f"nothing to do: all {there} in the dataset", style="good")
     output.facts(
         [
             ("from earlier", output.count(report.present, "sample") if report.present and report.converted else ""),
@@ -282,6 +290,7 @@ def print_report(report: ConversionReport, *, next_step: bool = True) -> None:
     )
     if next_step:
         output.next_command("hsloader", "info", output.path_text(report.destination))
+        output.training_line(report.destination)
 
 
 def _findings(report: ConversionReport) -> list[tuple[str, str]]:

@@ -86,7 +86,7 @@ def _verify(demo: _Demo) -> None:
     report, seconds = verify_with_progress(demo.dataset, quiet=demo.quiet)
     demo.results["verify"] = asdict(report) | {"ok": report.ok, "seconds": seconds}
     if demo.talk:
-        print_verified(report, seconds)
+        print_verified(report, seconds, next_step=False)
     if not report.ok:
         raise HsloaderError(f"{demo.dataset}: the demo's dataset is damaged; check the disk, then please report this")
 
@@ -261,5 +261,6 @@ def _print_summary(state: _Demo) -> None:
     )
     output.line()
     output.line("These samples are small and few: a real conversion has less overhead and uses more cores.")
+    output.training_line(state.dataset)
     output.next_command("hsloader", "inspect", "YOUR_FOLDER", why="next, with data of yours")
     output.next_command("rm", "-r", str(state.folder), why="to remove what the demo made")

@@ -36,7 +36,7 @@ def export(
         try:
             report = hsloader.export(dst, out, layout, progress=lambda progress: show_progress(display, progress))
         except ValueError as problem:  # a layout that is not known, or cannot hold what the dataset has
-            raise typer.BadParameter(str(problem)) from None
+            raise typer.BadParameter(output.in_options(str(problem))) from None
     if as_json:
         output.print_json(report.to_dict())
         return 0

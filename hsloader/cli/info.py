@@ -11,9 +11,10 @@ from hsloader.cli import output
 from hsloader.cli.common import Json, Traceback, clear_errors
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from hsloader.store.dataset import Dataset
+    from hsloader.store.fields import Field
 
 __all__ = ["info", "provenance_facts"]
 
@@ -49,15 +50,23 @@ def _document(dataset: Dataset) -> dict[str, Any]:
         for name, array in segment.meta.arrays.items():
             stored[name] += sum(shard.size for shard in array.shards)
     for name, field in dataset.fields.items():
-        document["fields"][name] |= {
-            "raw_bytes": field.row_bytes * document["tokens"],
-            "stored_bytes": stored[name],
-            "source_dtype": field.source_dtype,
-        }
+        document["fields"][name] |= {"stored_bytes": stored[name], "source_dtype": field.source_dtype}
+        document["fields"][name] |= _before(field, list(dataset.fields.values()), document["tokens"])
+    document["raw_bytes"] = sum(field["raw_bytes"] for field in document["fields"].values())
     document["quarantine"] = quarantine
     document["unfinished"] = _unfinished(dataset)
     document["lengths"] = _spread(dataset)
     return document
+
+
+def _before(field: Field, fields: Sequence[Field], tokens: int) -> dict[str, Any]:
+    """The bytes of a field's values as the sources had them, and its codec: fp8 where they were rounded to it."""
+    from hsloader.conversion.fp8 import is_encoded, made_scales, source_row_bytes
+
+    if field.name in made_scales(fields):
+        return {"raw_bytes": 0}
+    raw = source_row_bytes([field]) * tokens
+    return {"raw_bytes": raw, "codec": "fp8"} if is_encoded(field) else {"raw_bytes": raw}
 
 
 def _unfinished(dataset: Dataset) -> int:
@@ -142,8 +151,8 @@ def _print(document: Mapping[str, Any]) -> None:
             name,
             field["dtype"],
             "[tokens" + "".join(f", {n}" for n in field["shape"]) + "]",
-            field["codec"],
-            output.bytes_text(field["raw_bytes"]),
+            f"fp8, lossy (was {field['source_dtype']})" if field["codec"] == "fp8" else field["codec"],
+            output.bytes_text(field["raw_bytes"]) if field["raw_bytes"] else "",
             "->",
             output.bytes_text(field["stored_bytes"]),
             output.ratio_text(field["raw_bytes"], field["stored_bytes"]),

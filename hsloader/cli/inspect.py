@@ -76,12 +76,12 @@ def print_inspection(found: Inspection, *, next_step: bool = True) -> None:
                 ("left out", f"{output.printable(what)} ({output.count(n, 'sample')})")
                 for what, n in found.left_out.items()
             ),
-            *(("note", output.printable(note)) for note in found.notes),
+            *(("note", output.printable(output.in_options(note))) for note in found.notes),
         ]
     )
     if found.kinds:
         output.heading("kinds of samples")
-        output.columns([(output.count(n), _fields(kind)) for kind, n in found.kinds], right=(0,))
+        output.columns([(output.count(n), output.printable(kind)) for kind, n in found.kinds], right=(0,))
         output.histogram("tokens a sample", found.histogram, found.shortest, found.longest, found.median)
     output.listing(
         f"cannot be converted: {output.count(len(found.quarantined), 'sample')}",
@@ -99,11 +99,8 @@ def print_inspection(found: Inspection, *, next_step: bool = True) -> None:
 
 def others_text(skipped: Sequence[Skipped]) -> str:
     """How many files are no samples, and which if they are few."""
-    return output.named(f"{output.count(len(skipped))} that are no samples", [item.name for item in skipped])
-
-
-def _fields(kind: str) -> str:
-    return output.printable(kind.replace(" []", ""))
+    what = "that is no sample" if len(skipped) == 1 else "that are no samples"
+    return output.named(f"{output.count(len(skipped))} {what}", [item.name for item in skipped])
 
 
 def _told(settings: ProducerSettings) -> str:

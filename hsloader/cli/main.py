@@ -3,17 +3,43 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 import hsloader
-from hsloader.cli import bench, convert, demo, doctor, export, info, inspect, top, verify
+from hsloader.cli import bench, convert, demo, doctor, export, info, inspect, output, top, verify
+from hsloader.cli.common import Command
 
 __all__ = ["app", "main"]
 
+# Click's error of a command line that cannot be understood, wherever this version of typer has it from.
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+
+class _Group(TyperGroup):
+    """With ``--json``, a command line that is refused gives a document, too, as every other error does."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Remember whether a document is wanted."""
+        ctx.meta["hsloader.json"] = "--json" in args
+        return list(super().parse_args(ctx, args))
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; what is wrong with its command line comes to light here."""
+        try:
+            return super().invoke(ctx)
+        except _UsageError as problem:
+            if ctx.meta["hsloader.json"]:
+                message = problem.format_message()  # type: ignore[attr-defined]
+                output.print_json({"error": {"type": "UsageError", "message": message}})
+            raise
+
+
 app = typer.Typer(
     name="hsloader",
+    cls=_Group,
     no_args_is_help=True,
     rich_markup_mode=None,  # brackets in help texts are shapes, not markup
     pretty_exceptions_enable=False,  # an unforeseen error is a bug, and its plain traceback is what a report needs
@@ -37,15 +63,15 @@ def _hsloader(
     """Convert, check and stream hidden states for draft-model training."""
 
 
-app.command()(demo.demo)
-app.command()(inspect.inspect)
-app.command(cls=convert.Command)(convert.convert)
-app.command()(info.info)
-app.command()(verify.verify)
-app.command()(export.export)
-app.command()(bench.bench)
-app.command()(doctor.doctor)
-app.command()(top.top)
+app.command(cls=Command)(demo.demo)
+app.command(cls=Command)(inspect.inspect)
+app.command(cls=convert.ConvertCommand)(convert.convert)
+app.command(cls=Command)(info.info)
+app.command(cls=Command)(verify.verify)
+app.command(cls=Command)(export.export)
+app.command(cls=Command)(bench.bench)
+app.command(cls=Command)(doctor.doctor)
+app.command(cls=Command)(top.top)
 
 
 def main() -> None:

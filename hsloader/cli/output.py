@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterable, Sequence
 
@@ -22,6 +23,7 @@ __all__ = [
     "facts",
     "heading",
     "histogram",
+    "in_options",
     "line",
     "listing",
     "named",
@@ -31,9 +33,18 @@ __all__ = [
     "printable",
     "rate_text",
     "ratio_text",
+    "training_line",
 ]
 
 _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
+# Keywords of hsloader.convert that are no words of English, alone or with a value; not in a path or a call.
+_KEYWORD = re.compile(
+    r"(?<![\w/.('\"-])(?P<name>bf16_as|segment_size|typical_length|trim_padding|hidden_size|num_layers|layer_ids"
+    r"|layer_convention|norm_state|vocab_size|read_back|delete_source|allow_unknown)"
+    r"(?:=(?P<value>'[^']*'|\.\.\.|\w+)|(?![\w/=]|\.\w))"
+)
+_IN_PYTHON = re.compile(r" \(in Python [a-z_]+=\w+\)")
+_OPTIONS = {"read_back": "--no-read-back"}  # what is not called as in Python
 _LISTED = 20  # of a long list of files, so many are shown; --json has all
 
 
@@ -151,7 +162,8 @@ def histogram(title: str, classes: Sequence[tuple[int, int, int]], smallest: int
     """How numbers spread: a bar for each of ``classes`` (least, most, how many)."""
     if not classes:
         return
-    heading(f"{title}: {count(smallest)} to {count(largest)}, median {count(median)}")
+    spread = f"{count(smallest)} to {count(largest)}, median {count(median)}" if smallest < largest else count(largest)
+    heading(f"{title}: {spread}")
     most = max(number for _, _, number in classes)
     rows = [
         (count(low), "-", count(high), count(number), "\u2588" * max(1, round(30 * number / most)))
@@ -180,11 +192,32 @@ def next_command(*arguments: str, why: str = "next") -> None:
     line(f"{why}: {' '.join(shlex.quote(argument) for argument in arguments)}")
 
 
+def training_line(path: str | os.PathLike[str]) -> None:
+    """How a training script reads the dataset at ``path``."""
+    line(f"in training: for batch in hsloader.DataLoader({path_text(path)!r}, trainer=...)")
+
+
 def print_json(document: object) -> None:
     """The one JSON document of a ``--json`` run."""
     json.dump(document, sys.stdout, indent=1, sort_keys=True)
     sys.stdout.write("\n")
     sys.stdout.flush()
+
+
+def in_options(text: str) -> str:
+    """A text of the API with its keywords as the options they are here (``norm_state='pre'``: ``--norm-state pre``).
+
+    What is to be written in a training script (``hsloader.DataLoader(norm_state='pre')``) stays Python.
+    """
+    return _KEYWORD.sub(_option, _IN_PYTHON.sub("", text))
+
+
+def _option(match: re.Match[str]) -> str:
+    name, value = match["name"], (match["value"] or "").strip("'")
+    option = _OPTIONS.get(name) or f"--{name.replace('_', '-')}"
+    if value in ("", "True", "False"):
+        return option
+    return f"{option}={value}" if name == "delete_source" else f"{option} {value}"
 
 
 def error(problem: BaseException) -> None:
@@ -193,6 +226,7 @@ def error(problem: BaseException) -> None:
         where = f"{printable(problem.filename)}: " if problem.filename else ""
         message = f"{where}{problem.strerror}"
     else:
-        message = "\n".join(printable(text) for text in str(problem).splitlines()) or type(problem).__name__
+        text = in_options(str(problem))
+        message = "\n".join(printable(part) for part in text.splitlines()) or type(problem).__name__
     typer.secho("error: ", err=True, fg=typer.colors.RED, bold=True, nl=False)
     typer.echo(message, err=True)

@@ -52,8 +52,8 @@ def verify_with_progress(dst: Path, sample: int | None = None, *, quiet: bool) -
     return report, time.monotonic() - began
 
 
-def print_verified(report: VerifyReport, seconds: float) -> None:
-    """The report in words."""
+def print_verified(report: VerifyReport, seconds: float, *, next_step: bool = True) -> None:
+    """The report in words, and (unless ``next_step`` is false) how to train on a sound dataset."""
     checked = output.count(report.checked_samples, "sample")
     if report.checked_samples < report.samples:
         checked += f" of {output.count(report.samples)}"
@@ -62,12 +62,17 @@ def print_verified(report: VerifyReport, seconds: float) -> None:
     took = f"{output.duration_text(seconds)} ({rate})"
     if report.ok:
         output.line(f"sound: {read} in {took}", style="good")
+        if next_step:
+            output.training_line(report.path)
         return
     output.line(f"damaged: {output.count(len(report.problems), 'problem')} in {read}, {took}", style="bad")
     for problem in report.problems:
         output.line(f"  {output.printable(problem)}")
+    # The samples of a segment that cannot be opened were not read, and are in no count.
+    hit = {name for problem in report.problems if problem.kind != "segment" for name in problem.samples}
+    sound = max(0, report.checked_samples - len(hit))
     output.line()
     output.line(
-        "Samples that are not named are sound. Restore the files named above from a copy, "
-        "or convert the samples named above again into another dataset."
+        f"{sound:,} of {output.count(report.samples, 'sample')} {'was' if sound == 1 else 'were'} found sound. "
+        "Restore the files named above from a copy, or convert the samples that are hit again into another dataset."
     )

@@ -119,7 +119,10 @@ def _difference(kind: Kind, usual: Kind, share: float) -> str:
         if found.get(name) != expected.get(name)
     ]
     if kind[0] != usual[0]:
-        parts.append(f"its producer writes {kind[0]}-norm last states where the rest are {usual[0]}-norm")
+        words = {"pre": "before", "post": "after", "unknown": "before or after (not known)"}
+        parts.append(
+            f"its producer takes the last state {words[kind[0]]} the final norm, that of the rest {words[usual[0]]}"
+        )
     return "not as the rest: " + "; ".join(parts)
 
 
@@ -154,4 +157,6 @@ def _fields_text(fields: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:
 
 def field_text(what: tuple[str, tuple[int, ...]] | None) -> str:
     """A field's dtype and per-token shape for a person."""
-    return "missing" if what is None else f"{what[0]} {list(what[1])}"
+    if what is None:
+        return "missing"
+    return f"{what[0]} {list(what[1])}" if what[1] else what[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypedDict, Unpack
 
@@ -20,10 +20,11 @@ from hsloader.conversion.report import ConversionReport, PlanSummary, Progress, 
 from hsloader.conversion.settings import ConvertSettings
 from hsloader.conversion.sources import SourceComparison
 from hsloader.conversion.space import demand_space, existing_parent, same_file_system
-from hsloader.conversion.state import State, changed_settings
+from hsloader.conversion.state import State, changed_settings, unrecordable
 from hsloader.conversion.summary import summarize
 from hsloader.errors import ConversionError, StoreBusyError
 from hsloader.formats.discover import Discovery, discover
+from hsloader.formats.source import Identity
 from hsloader.store.compatible import check_compatible
 from hsloader.store.publish import Root
 from hsloader.store.stored_segment import Segment
@@ -136,6 +137,7 @@ class _Conversion:
             made = self._plan(state, comparison.fresh_part(found), comparison)
             comparison.demand_unchanged()
             state.forget_quarantined(comparison.is_gone)
+            self._notes.extend(made.notes if made is not None else ())
             self._notes.extend(comparison.note())
             fresh = made.plan if made is not None else None
             if fresh is not None:
@@ -152,7 +154,7 @@ class _Conversion:
                 stack.enter_context(journal.lock())
                 if journal.plans():
                     raise StoreBusyError(f"{root.path}: another conversion began here meanwhile; run the command again")
-            self._write_plans(state, fresh)
+            self._write_plans(state, fresh, comparison.old)
             try:
                 return self._execute(state, found, summary, present, new)
             finally:
@@ -163,12 +165,13 @@ class _Conversion:
     def _look(self, state: State) -> tuple[Discovery, SourceComparison]:
         """All that is below the source, and how to tell what of it is new; refuses other settings."""
         settings = self._settings
+        refusal = unrecordable(state, self._source, settings)
+        if refusal is None and not settings.replan:
+            refusal = changed_settings(state, self._source, settings)
+        if refusal is not None:
+            raise refusal
         if settings.replan:
             state.forget_pending()
-        else:
-            refusal = changed_settings(state.plans, self._source, settings)
-            if refusal is not None:
-                raise refusal
         if state.manifest is not None and not state.plans and not settings.append:
             raise ConversionError(
                 f"{self._root.path}: this dataset was not made by a conversion; pass append to add the samples to it, "
@@ -238,17 +241,19 @@ class _Conversion:
             destination=self._root.path,
             plans=state.plans,
             present=len(state.converted),
+            recorded=state.manifest.provenance if state.manifest is not None else None,
             quarantined=[*state.quarantined.values(), *refused],
             sidecars=made.sidecars if made is not None else found.sidecars,
             notes=self._notes,
         )
 
-    def _write_plans(self, state: State, fresh: Plan | None) -> None:
+    def _write_plans(self, state: State, fresh: Plan | None, changed: Mapping[str, Identity]) -> None:
         """Make the plans durable and their numbers ours, before the first segment is begun."""
         root, journal = self._root, self._journal
         root.clean()
         if self._settings.replan:
-            clear_unlisted(root, journal, state, self._settings, fresh)
+            state.accept(self._source, self._settings, changed)
+            clear_unlisted(root, journal, state)
         elif fresh is not None:
             journal.add_plan(fresh)
         for plan in {id(plan): plan for plan, _ in state.pending()}.values():

@@ -23,7 +23,7 @@ from hsloader.conversion.pool import WorkerPool
 from hsloader.conversion.removal import SourceRemover
 from hsloader.conversion.report import Progress, Quarantined
 from hsloader.conversion.settings import ConvertSettings
-from hsloader.conversion.space import bytes_text, free_bytes
+from hsloader.conversion.space import bytes_text, free_bytes, most_ahead
 from hsloader.conversion.state import State, quarantined_in
 from hsloader.conversion.task import SegmentResult, SegmentTask, TaskProgress, convert_segment
 from hsloader.errors import ConversionError, DamageError
@@ -87,6 +87,7 @@ class Execution:
             _Work(plan, segment, sum(s.payload_bytes for s in segment.samples)) for plan, segment in state.pending()
         ]
         self._next = 0  # the first of the queue that is not listed yet
+        self._begun = 0  # of the queue
         self._began = time.monotonic()
         self._payload = sum(work.payload for work in self._queue)
         self._reused = 0
@@ -125,10 +126,15 @@ class Execution:
 
     def _run_pool(self, workers: int, threads: int) -> None:
         waiting = iter(self._queue)
+        self._begun = 0
         by_number = {work.segment.number: work for work in self._queue}
         with WorkerPool(workers) as pool:
             while True:
-                while pool.has_room and (work := self._next_task(waiting)) is not None:
+                while (
+                    pool.has_room
+                    and self._begun < self._next + most_ahead(workers)
+                    and (work := self._next_task(waiting)) is not None
+                ):
                     pool.submit(self._task(work, threads))
                 if not pool.busy:
                     break
@@ -143,6 +149,7 @@ class Execution:
     def _next_task(self, waiting: Iterator[_Work]) -> _Work | None:
         """The next segment that must be made; those that an earlier run left finished are taken over on the way."""
         for work in waiting:
+            self._begun += 1
             if not self._reuse(work):
                 return work
             self._list_finished()

@@ -14,9 +14,10 @@ import numpy as np
 from hsloader.conversion.fp8 import is_encoded, made_scales, restored_bits, source_row_bytes
 from hsloader.conversion.report import Progress, ProgressCallback
 from hsloader.conversion.space import demand_space
+from hsloader.conversion.words import number_of
 from hsloader.errors import ConversionError
 from hsloader.formats.layouts import Layout, layout_named
-from hsloader.formats.writing import WRITABLE, safetensors_metadata, sample_writer
+from hsloader.formats.writing import NO_PLACE, WRITABLE, safetensors_metadata, sample_writer
 from hsloader.store.dataset import Dataset, open_dataset
 from hsloader.store.fields import Field
 
@@ -29,7 +30,7 @@ _WITHOUT_EXTRAS = "speculators-arrow"  # the layout that has no place for values
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportReport:
-    """What ``export`` wrote: ``samples`` of ``raw_bytes`` in ``layout`` below ``destination``.
+    """What ``export`` wrote: ``samples`` of ``raw_bytes`` (the values written) in ``layout`` below ``destination``.
 
     ``renamed``: samples whose file could not have their name, with the file's; ``notes``: what is not as the sources
     had it.
@@ -76,7 +77,10 @@ def export(
             )
         if Path(os.path.realpath(dataset.path)) in Path(os.path.realpath(target)).parents:
             raise ConversionError(f"{target}: this lies inside the dataset {dataset.path}; choose a folder beside it")
-        total = int(dataset.lengths.sum()) * source_row_bytes(dataset.fields.values())
+        left = NO_PLACE.get(chosen, frozenset())
+        total = int(dataset.lengths.sum()) * source_row_bytes(
+            [f for f in dataset.fields.values() if f.name not in left]
+        )
         demand_space(total, target, can_delete=False)
         target.mkdir(parents=True, exist_ok=True)
         done = lost = 0
@@ -84,7 +88,7 @@ def export(
         with sample_writer(chosen, target) as writer:
             for i in range(len(dataset)):
                 name = dataset.name(i)
-                fields = _fields_of(dataset, i)
+                fields = {name: f for name, f in _fields_of(dataset, i).items() if name not in left}
                 values, fields = _restored({field: dataset.read(i, field) for field in fields}, fields)
                 extras = dataset.extras(i)
                 lost += chosen == _WITHOUT_EXTRAS and len(extras) > bool(safetensors_metadata(extras))
@@ -132,9 +136,12 @@ def _restored(values: Mapping[str, Bits], fields: Mapping[str, Field]) -> tuple[
 
 def _notes(dataset: Dataset, layout: Layout, lost: int) -> tuple[str, ...]:
     """What is not as the sources had it; ``lost`` samples had extras that were not written."""
-    notes = []
+    notes = [
+        f"{name} has no place in this layout: it is not written"
+        for name in sorted(NO_PLACE.get(layout.name, frozenset()) & dataset.fields.keys())
+    ]
     if lost:
-        notes.append(f"the extras of {lost:,} samples have no place in this layout: they are not written")
+        notes.append(f"the extras of {number_of(lost, 'sample')} have no place in this layout: they are not written")
     if layout.name == _WITHOUT_EXTRAS and "loss_mask" not in dataset.fields:
         notes.append("the dataset has no loss_mask, which this layout needs: every token is written as supervised")
     if rounded := [field.name for field in dataset.fields.values() if is_encoded(field)]:

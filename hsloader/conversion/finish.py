@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,6 @@ from hsloader.conversion.plan import Plan
 from hsloader.conversion.planning import nothing_to_convert
 from hsloader.conversion.removal import SourceRemover
 from hsloader.conversion.report import ConversionReport, Deleted, PlanSummary, Quarantined
-from hsloader.conversion.settings import ConvertSettings
 from hsloader.conversion.state import State
 from hsloader.conversion.summary import counted
 from hsloader.formats.discover import Skipped, natural_key
@@ -33,11 +31,10 @@ __all__ = ["QUARANTINE_NAME", "clear_unlisted", "finish", "report_of"]
 QUARANTINE_NAME = "quarantine.jsonl"
 
 
-def clear_unlisted(root: Root, journal: Journal, state: State, settings: ConvertSettings, fresh: Plan | None) -> None:
-    """For ``replan``: write the plans that are left, with the settings of this run, and drop what is not listed."""
+def clear_unlisted(root: Root, journal: Journal, state: State) -> None:
+    """For ``replan``: write the plans that are left, and drop what is not listed."""
     old = journal.plans()
-    identity = settings.identity()
-    kept = [replace(plan, settings=identity) for plan in state.plans if plan is not fresh]
+    kept, fresh = state.plans[: len(old)], state.plans[len(old) :]
     for number, (before, after) in enumerate(zip(old, kept, strict=True)):
         if before.segments:
             root.release_numbers(before.first, len(before.segments))
@@ -45,9 +42,8 @@ def clear_unlisted(root: Root, journal: Journal, state: State, settings: Convert
             if segment.number not in state.listed:
                 root.discard(segment.number)
         journal.replace_plan(number, after)
-    if fresh is not None:
-        journal.add_plan(fresh)
-    state.plans = [*kept, *([fresh] if fresh is not None else [])]
+    for plan in fresh:
+        journal.add_plan(plan)
 
 
 def finish(root: Root, journal: Journal, state: State, worked: Sequence[Plan], new: bool) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 from hsloader.conversion.report import Quarantined
 from hsloader.errors import ConversionError
@@ -20,7 +21,7 @@ from hsloader.formats.source import ArrowFile, FieldSpec, Identity, SampleSource
 from hsloader.store.fields import Field
 from hsloader.store.manifest import Provenance, field_to
 
-__all__ = ["Plan", "PlannedSegment", "file_of", "group_samples"]
+__all__ = ["Plan", "PlannedSegment", "counts_of", "file_of", "group_samples"]
 
 _FORMAT = 1
 
@@ -46,7 +47,8 @@ class Plan:
     ``source`` is SRC as an absolute path, ``root`` the folder that names are below (SRC, or the folder of a single
     file), ``settings`` what decides the bytes (``ConvertSettings.identity``), ``files`` every source file as it was
     planned, by its name below SRC (arrow files that have masks, too); ``notes`` and ``left_out`` count samples.
-    ``refused`` are the bad ones of a plan without any segment to record them.
+    ``refused`` are the bad ones of a plan without any segment to record them; ``accepted`` are converted files that had
+    changed when a replan saw them: the dataset keeps what it has of them.
     """
 
     source: str
@@ -61,6 +63,7 @@ class Plan:
     notes: Mapping[str, int] = field(default_factory=dict)
     left_out: Mapping[str, int] = field(default_factory=dict)
     refused: tuple[Quarantined, ...] = ()
+    accepted: Mapping[str, Identity] = field(default_factory=dict)
 
     @property
     def first(self) -> int:
@@ -100,7 +103,8 @@ class Plan:
             "notes": dict(self.notes),
             "left_out": dict(self.left_out),
             "refused": [[q.name, q.reason] for q in self.refused],
-            "files": [[name, i.size, i.mtime_ns, i.inode] for name, i in self.files.items()],
+            "files": _identities_to(self.files),
+            "accepted": _identities_to(self.accepted),
             "kinds": tables.kinds,
             "segments": segments,
         }
@@ -113,7 +117,7 @@ class Plan:
             value = json.loads(data)
             if value["format"] != _FORMAT:
                 raise ValueError(f"the plan has format {value['format']}, this version writes {_FORMAT}")
-            files = {name: Identity(size, mtime, inode) for name, size, mtime, inode in value["files"]}
+            files = _identities_of(value["files"])
             kinds = [_Kind.of(kind) for kind in value["kinds"]]
             segments = tuple(
                 PlannedSegment(
@@ -136,6 +140,7 @@ class Plan:
                 notes=value["notes"],
                 left_out=value["left_out"],
                 refused=tuple(Quarantined(*q) for q in value["refused"]),
+                accepted=_identities_of(value.get("accepted", ())),
             )
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ConversionError(
@@ -147,6 +152,24 @@ class Plan:
 def file_of(sample: SampleSource) -> str:
     """The name below SRC of the file that a sample lies in."""
     return sample.name if sample.row is None else sample.name.removesuffix(f"#{sample.row}")
+
+
+class Counts(TypedDict):
+    """What a plan counts of its samples."""
+
+    layouts: Mapping[str, int]
+    notes: Mapping[str, int]
+    left_out: Mapping[str, int]
+
+
+def counts_of(samples: Iterable[SampleSource]) -> Counts:
+    """The counts of a plan for these samples."""
+    samples = tuple(samples)
+    return {
+        "layouts": dict(Counter(s.layout for s in samples)),
+        "notes": dict(Counter(note for s in samples for note in s.notes)),
+        "left_out": dict(Counter(f"{name}: {why}" for s in samples for name, why in s.left_out)),
+    }
 
 
 def group_samples(
@@ -177,12 +200,13 @@ def group_samples(
 class _Kind:
     """What many samples share: layout, fields, what is left out, gzip, and of an arrow dataset its folder and file.
 
-    Both are below the root; a plan of an older version has no ``arrow``.
+    Both are below the root; a plan of an older version has no ``arrow`` and no ``notes``.
     """
 
     layout: str
     specs: tuple[FieldSpec, ...]
     left_out: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
     gzip: bool
     folder: str | None
     arrow: str | None
@@ -191,7 +215,16 @@ class _Kind:
     def of(cls, value: Mapping[str, Any]) -> _Kind:
         specs = tuple(FieldSpec(name, dtype, tuple(shape), *rest) for name, dtype, shape, *rest in value["specs"])
         left_out = tuple((name, why) for name, why in value["left_out"])
-        return cls(value["layout"], specs, left_out, value["gzip"], value["folder"], value.get("arrow"))
+        notes = tuple(value.get("notes", ()))
+        return cls(value["layout"], specs, left_out, notes, value["gzip"], value["folder"], value.get("arrow"))
+
+
+def _identities_to(files: Mapping[str, Identity]) -> list[list[str | int]]:
+    return [[name, i.size, i.mtime_ns, i.inode] for name, i in files.items()]
+
+
+def _identities_of(rows: Sequence[Sequence[Any]]) -> dict[str, Identity]:
+    return {name: Identity(size, mtime, inode) for name, size, mtime, inode in rows}
 
 
 def _with_tuples(value: Mapping[str, Any]) -> Any:
@@ -211,7 +244,7 @@ class _Tables:
         """One sample as a short list: name, row, length, payload bytes, kind, place."""
         folder = None if sample.folder is None else os.path.relpath(sample.folder, self._root)
         arrow = None if sample.arrow is None else sample.arrow.name
-        kind = _Kind(sample.layout, sample.specs, sample.left_out, sample.gzip, folder, arrow)
+        kind = _Kind(sample.layout, sample.specs, sample.left_out, sample.notes, sample.gzip, folder, arrow)
         number = self._known.get(kind)
         if number is None:
             number = self._known[kind] = len(self.kinds)
@@ -220,6 +253,7 @@ class _Tables:
                     "layout": kind.layout,
                     "specs": [[s.name, s.dtype, list(s.shape), s.source_dtype, s.scale] for s in kind.specs],
                     "left_out": [list(item) for item in kind.left_out],
+                    "notes": list(kind.notes),
                     "gzip": kind.gzip,
                     "folder": kind.folder,
                     "arrow": kind.arrow,
@@ -244,6 +278,7 @@ def _sample(row: list[Any], kinds: Sequence[_Kind], files: Mapping[str, Identity
         identity=files[file],
         payload_bytes=payload,
         gzip=shared.gzip,
+        notes=shared.notes,
         left_out=shared.left_out,
         folder=None if shared.folder is None else os.path.normpath(os.path.join(root, shared.folder)),
         place=tuple(row[5]) if len(row) > 5 else None,

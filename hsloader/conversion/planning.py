@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hsloader.conversion.agreement import agree, fields_of
-from hsloader.conversion.plan import Plan, file_of, group_samples
+from hsloader.conversion.plan import Plan, counts_of, file_of, group_samples
 from hsloader.conversion.probe import Probe, measure, narrowed
 from hsloader.conversion.provenance import provenance_of
 from hsloader.conversion.report import Quarantined
 from hsloader.conversion.settings import ConvertSettings, cores
-from hsloader.conversion.sources import SourceComparison, source_identity
+from hsloader.conversion.sources import UNREAD, SourceComparison, source_identity
+from hsloader.conversion.words import number_of
 from hsloader.errors import ConversionError
 from hsloader.formats.discover import Discovery, Skipped
 from hsloader.formats.source import Hints, Identity
@@ -38,6 +38,7 @@ class Made:
     plan: Plan | None
     probe: Probe
     sidecars: tuple[Skipped, ...]
+    notes: tuple[str, ...] = ()
 
 
 def hints_of(settings: ConvertSettings) -> Hints:
@@ -80,7 +81,7 @@ def make_plan(
     if not described.samples and present_fields is None:
         raise nothing_to_convert(found.src, bad, described.sidecars)
     if not described.samples and not bad:
-        return Made(None, Probe(), tuple(described.sidecars))
+        return Made(None, Probe(), tuple(described.sidecars), tuple(described.notes))
     refused: list[Quarantined] = list(bad)
     samples = tuple(described.samples)
     fields = present_fields or ()
@@ -110,12 +111,10 @@ def make_plan(
         typical_length=typical,
         segments=segments,
         files=_files(root, described),
-        layouts=dict(Counter(s.layout for s in samples)),
-        notes=dict(Counter(note for s in samples for note in s.notes)),
-        left_out=dict(Counter(f"{name}: {why}" for s in samples for name, why in s.left_out)),
+        **counts_of(samples),
         refused=() if segments else tuple(refused),
     )
-    return Made(plan, probe, tuple(described.sidecars))
+    return Made(plan, probe, tuple(described.sidecars), tuple(described.notes))
 
 
 def nothing_to_convert(src: str, bad: Sequence[Quarantined], sidecars: Sequence[Skipped]) -> ConversionError:
@@ -125,9 +124,10 @@ def nothing_to_convert(src: str, bad: Sequence[Quarantined], sidecars: Sequence[
             f"{src}: expected producers' files, found a dataset that is converted already; `hsloader info` describes "
             "it, `hsloader export` writes producers' files from it"
         )
-    lines = [f"{src}: no samples found, so nothing was written", *_bad_lines(bad)]
+    what = f"none of the {number_of(len(bad), 'sample')} can be taken" if bad else "no samples found"
+    lines = [f"{src}: {what}, so nothing was written", *_bad_lines(bad)]
     if sidecars:
-        lines.append(f"set aside ({len(sidecars):,}):")
+        lines.append(f"other files ({len(sidecars):,}):")
         lines += [f"  {item.name}: {item.reason}" for item in sidecars[:_SHOWN]]
         if len(sidecars) > _SHOWN:
             lines.append(f"  and {len(sidecars) - _SHOWN:,} more")
@@ -139,7 +139,7 @@ def nothing_to_convert(src: str, bad: Sequence[Quarantined], sidecars: Sequence[
 def _bad_lines(bad: Sequence[Quarantined]) -> list[str]:
     if not bad:
         return []
-    lines = [f"looked like samples and cannot be taken ({len(bad):,}):"]
+    lines = [f"cannot be converted ({len(bad):,}):"]
     lines += [f"  {item.name}: {item.reason}" for item in bad[:_SHOWN]]
     return [*lines, f"  and {len(bad) - _SHOWN:,} more"] if len(bad) > _SHOWN else lines
 
@@ -155,7 +155,12 @@ def _only_fresh(described: Survey, comparison: SourceComparison) -> None:
     described.bad = [
         item
         for item in described.bad
-        if comparison.is_fresh(item.name, source_identity(os.path.join(described.src, item.name))) or again(item.name)
+        if (
+            comparison.is_fresh_unread(item.name, item.reason)
+            if item.name in described.unread
+            else comparison.is_fresh(item.name, source_identity(os.path.join(described.src, item.name)))
+            or again(item.name)
+        )
     ]
 
 
@@ -184,7 +189,8 @@ def _fields(planned: tuple[Field, ...], present: tuple[Field, ...] | None) -> tu
 def _files(root: str, described: Survey) -> Mapping[str, Identity]:
     files = {file_of(sample): sample.identity for sample in described.samples}
     for item in described.bad:
-        files.setdefault(item.name, source_identity(os.path.join(root, item.name)))
+        unread = item.name in described.unread
+        files.setdefault(item.name, UNREAD if unread else source_identity(os.path.join(root, item.name)))
     return {**files, **described.arrows}
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from hsloader.conversion.settings import ConvertSettings
+from hsloader.conversion.words import number_of
 from hsloader.formats.layouts import LAYOUTS
 from hsloader.formats.producer_settings import ProducerSettings
 from hsloader.store.fields import Field
@@ -66,17 +67,27 @@ def _agreed(values: Sequence[_Value | None]) -> _Value | None:
     return found.pop() if len(found) == 1 else None
 
 
-def advice(provenance: Provenance, layouts: Sequence[str], looks_like: str) -> list[str]:
-    """Lines for the plan about what the files cannot tell and nobody said."""
+def advice(provenance: Provenance, layouts: Sequence[str], looks_like: str, recorded: bool) -> list[str]:
+    """Lines for the plan about what neither files nor user told; ``recorded``: the dataset says so already."""
     lines = []
+    if recorded:
+        if provenance.norm_state == "unknown":
+            lines.append(
+                "norm state of the last state: unknown, and recorded as such; if you know it, give norm_state= to "
+                "hsloader.DataLoader"
+            )
+        if provenance.layer_ids is None:
+            lines.append("layer ids: unknown, and recorded as such")
+        return lines
     if provenance.norm_state == "unknown":
-        usual = sorted({f"{x.producer}: {x.usual_norm_state}-norm" for x in LAYOUTS if x.name in layouts})
+        known = [x for x in LAYOUTS if x.name in layouts and x.usual_norm_state != "unknown"]
+        usual = sorted({f"{x.producer}: {x.usual_norm_state}-norm" for x in known})
         hints = [*(["what their producers usually write: " + ", ".join(usual)] if usual else [])]
         if looks_like != "unknown":
             hints.append(f"the values look {looks_like}-norm")
         lines.append(
-            "norm state of the last state: unknown, and recorded as such; say norm_state='pre' or 'post' if you know it"
-            + (f" ({'; '.join(hints)})" if hints else "")
+            "norm state of the last state: unknown, and recorded as such; say norm_state='pre' or norm_state='post' if "
+            "you know it" + (f" ({'; '.join(hints)})" if hints else "")
         )
     if provenance.layer_ids is None:
         lines.append("layer ids: unknown; say layer_ids=... if you know them (0-based, after which layer)")
@@ -94,8 +105,8 @@ def _after_layer(written: Sequence[int], convention: str, states: Field | None) 
             after = after[:-1]
         if len(after) != layers:
             raise ValueError(
-                f"layer_ids names {len(written)} layers ({', '.join(map(str, written))}), the samples have {layers} "
-                "in hidden_states; name exactly those (the last state's may follow)"
+                f"layer_ids names {number_of(len(written), 'layer')} ({', '.join(map(str, written))}), the samples "
+                f"have {layers} in hidden_states; name exactly those (the last state's may follow)"
             )
     if any(i < -1 for i in after):
         raise ValueError(f"layer_ids {list(written)} has a number below the embeddings (convention {convention!r})")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import operator
 import os
 from collections.abc import Sequence
@@ -69,7 +70,7 @@ class ConvertSettings:
         if self.delete_source not in (False, True, "lossy"):
             raise ValueError(f"delete_source is {self.delete_source!r}; expected False, True or 'lossy'")
         if self.delete_source and not self.read_back:
-            raise ValueError("delete_source needs read_back: nothing is removed that was not read back equal")
+            raise ValueError("delete_source cannot go with read_back=False: only what was read back equal is removed")
         if self.lossy and self.delete_source and self.delete_source != "lossy":  # 1 is True, too
             what = (
                 "codec fp8 rounds the states" if self.codec == "fp8" else "trim_padding leaves rows of the source out"
@@ -82,13 +83,18 @@ class ConvertSettings:
     @classmethod
     def of(cls, *, layer_ids: Sequence[int] | None = None, notes: Sequence[str] = (), **rest: Any) -> ConvertSettings:
         """The settings with sequences as tuples; ``TypeError`` for an unknown setting, layers that are no integers."""
-        known = {field.name for field in fields(cls)}
-        unknown = sorted(set(rest) - known)
-        if unknown:
-            raise TypeError(f"unknown setting {', '.join(unknown)}; there are {', '.join(sorted(known))}")
+        known = sorted(field.name for field in fields(cls))
+        for name in rest:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {near[0]}=?" if near else f"there are {', '.join(known)}"
+                raise TypeError(f"there is no keyword {name}=: {hint}")
         if isinstance(notes, str):
             raise TypeError(f"notes is {notes!r}; expected a list of texts")
-        ids = None if layer_ids is None else tuple(operator.index(i) for i in layer_ids)
+        try:
+            ids = None if layer_ids is None else tuple(operator.index(i) for i in layer_ids)
+        except TypeError:
+            raise TypeError(f"layer_ids is {layer_ids!r}; expected whole numbers, for example [2, 18, 33]") from None
         return cls(layer_ids=ids, notes=tuple(notes), **rest)
 
     @property

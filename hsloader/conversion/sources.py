@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 
 from hsloader.conversion.plan import file_of
 from hsloader.conversion.state import State
+from hsloader.conversion.words import number_of
 from hsloader.errors import SettingsChangedError
 from hsloader.formats.discover import Discovery
 from hsloader.formats.source import Identity, SampleSource
 
-__all__ = ["SourceComparison", "source_identity"]
+__all__ = ["UNREAD", "SourceComparison", "source_identity"]
 
 _SHOWN = 8
 _MISSING = Identity(0, 0, 0)
+UNREAD = _MISSING  # in a plan: nobody looked into this file, so it is another one as soon as somebody can
 
 
 def source_identity(path: str | os.PathLike[str]) -> Identity:
@@ -47,11 +50,14 @@ class SourceComparison:
         self._converted_as: dict[str, set[Identity]] = {}  # arrow files: rows may have been converted of several states
         self._unrecorded = 0  # converted samples whose arrow file no plan has: an older version wrote it
         self._unsure: set[str] = set()  # arrow folders of such samples that are not converted yet
-        self.old: set[str] = set()  # converted files that changed since, which the dataset keeps as they were
+        self._unread: dict[str, list[str]] = {}  # planned samples without a mask that can be read, by the reason
+        self._accepted: dict[str, Identity] = {}  # as a replan has seen converted files that had changed
+        self.old: dict[str, Identity] = {}  # converted files that changed since, which the dataset keeps as they were
         for plan in state.plans:
             if plan.source != source:
                 continue
             self._known.update(plan.files)
+            self._accepted.update(plan.accepted)
             self._planned.update(item.name for item in plan.all_refused)
             self._planned.update(sample.name for segment in plan.segments for sample in segment.samples)
             for segment in plan.segments:
@@ -82,17 +88,28 @@ class SourceComparison:
             return True
         if now == planned:
             if self._converted_as.get(name, {now}) != {now}:
-                self.old.add(name)  # a replan went on from another state of it
+                self.old[name] = now  # a replan went on from another state of it
             return False
         if now == _MISSING and name in self._kept and name not in self._pending:
             return False  # gone, like a source that was deleted: its samples are listed
-        if name in self._pending or (name in self._kept and not self._keep_changed):
-            self._changed[name] = f"planned were {_text(planned)}, now it has {_text(now)}"
+        if name in self._pending or (name in self._kept and not self._may_have_changed(name, now)):
+            self._changed[name] = _difference(planned, now)
             return False
         if name in self._kept:
-            self.old.add(name)
+            self.old[name] = now
             return False
         return True
+
+    def _may_have_changed(self, name: str, now: Identity) -> bool:
+        """Whether a converted file may be as it is ``now``: this run is a replan, or an earlier one saw it so."""
+        return self._keep_changed or self._accepted.get(name) == now
+
+    def is_fresh_unread(self, name: str, reason: str) -> bool:
+        """``is_fresh`` of a file of hidden states whose arrow dataset cannot be read: it is told by its name alone."""
+        self._seen.add(name)
+        if name in self._pending:
+            self._unread.setdefault(reason, []).append(name)
+        return name not in self._kept and name not in self._pending and self._known.get(name) != UNREAD
 
     def is_fresh_sample(self, sample: SampleSource) -> bool:
         """``is_fresh`` of a described sample's file; notes it, too, if its mask is in another row than was planned."""
@@ -101,11 +118,11 @@ class SourceComparison:
             return True
         planned = self._rows.get(sample.name)
         if planned is not None and sample.arrow is not None and planned != _row_of(sample):
-            if name in self._pending or not self._keep_changed:
+            if name in self._pending or not self._may_have_changed(name, sample.identity):
                 what = f"its mask was planned in {_place_text(planned)}, now it is in {_place_text(_row_of(sample))}"
                 self._changed.setdefault(name, what)
             else:
-                self.old.add(name)
+                self.old[name] = sample.identity
         return False
 
     def was_refused(self, name: str) -> bool:
@@ -151,15 +168,21 @@ class SourceComparison:
             )
         gone = dict.fromkeys(sorted(self._pending - self._seen), "it is planned, not converted yet, and gone")
         changed = {**self._changed, **gone}
-        if not changed:
+        if not changed and not self._unread:
             return
         lines = [f"  {name}: {what}" for name, what in list(changed.items())[:_SHOWN]]
         if len(changed) > _SHOWN:
             lines.append(f"  and {len(changed) - _SHOWN:,} more")
+        for reason, names in self._unread.items():
+            more = f" and {len(names) - 1:,} more" if len(names) > 1 else ""
+            lines.append(f"  {names[0]}{more}: {reason}")
+        number = len(changed) + sum(map(len, self._unread.values()))
         raise SettingsChangedError(
-            f"{len(changed):,} source files are not as they were when they were planned:\n" + "\n".join(lines) + "\n"
-            "Put them back as they were, convert to another destination, or say --replan (in Python replan=True): it "
-            "keeps every segment that is listed (whatever happened to its sources since) and plans the rest anew"
+            f"{number_of(number, 'source file')} {'is' if number == 1 else 'are'} not as planned:\n"
+            + "\n".join(lines)
+            + "\nPut the files back (a copy counts as another file), convert to another destination, or say --replan "
+            "(in Python replan=True): it keeps every segment that is listed (whatever happened to its sources since) "
+            "and plans the rest anew"
         )
 
     def is_gone(self, name: str) -> bool:
@@ -174,13 +197,13 @@ class SourceComparison:
         lines = []
         if self.old:
             lines.append(
-                f"{len(self.old):,} source files changed after they were converted (for example {min(self.old)}); the "
-                "dataset keeps what it has"
+                f"{number_of(len(self.old), 'source file')} changed after conversion (for example {min(self.old)}); "
+                "the dataset keeps what it has"
             )
         if self._unrecorded:
             lines.append(
-                f"{self._unrecorded:,} samples were converted by an older version, which did not record their arrow "
-                "files: whether their masks changed since cannot be told"
+                f"{number_of(self._unrecorded, 'sample')}: converted by an older version, which did not record their "
+                "arrow files: whether their masks changed since cannot be told"
             )
         return lines
 
@@ -197,5 +220,25 @@ def _place_text(place: tuple[str, int, int]) -> str:
     return f"{name} (row {row} of the batch at {batch})"
 
 
-def _text(identity: Identity) -> str:
-    return f"{identity.size:,} bytes, mtime {identity.mtime_ns} ns, inode {identity.inode}"
+def _difference(planned: Identity, now: Identity) -> str:
+    """What of a file is not as it was planned, each with what it was."""
+    if now == _MISSING:
+        return "it cannot be looked at any more"
+    parts = []
+    if now.size != planned.size:
+        parts.append(f"{now.size:,} bytes (planned: {planned.size:,})")
+    if now.mtime_ns != planned.mtime_ns:
+        parts.append(f"modified {_date(now)} (planned: {_date(planned)})")
+    if now.inode != planned.inode:
+        parts.append(f"another file of that name (inode {now.inode}, planned: {planned.inode})")
+    return "now " + ", ".join(parts)
+
+
+def _date(identity: Identity) -> str:
+    """When the file was modified, in local time, with all its digits: two times that differ should look so."""
+    seconds, rest = divmod(identity.mtime_ns, 10**9)
+    try:
+        date = datetime.fromtimestamp(seconds).astimezone()
+    except (ValueError, OverflowError, OSError):  # no time that a calendar has
+        return f"{identity.mtime_ns} ns"
+    return f"{date:%Y-%m-%d %H:%M:%S}.{rest:09d} {date:%z}"

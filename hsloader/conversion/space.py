@@ -9,7 +9,15 @@ from pathlib import Path
 
 from hsloader.errors import ConversionError
 
-__all__ = ["SegmentSize", "bytes_text", "demand_space", "existing_parent", "peak_bytes", "same_file_system"]
+__all__ = [
+    "SegmentSize",
+    "bytes_text",
+    "demand_space",
+    "existing_parent",
+    "most_ahead",
+    "peak_bytes",
+    "same_file_system",
+]
 
 _MARGIN = 1.02  # of what was predicted
 _SLACK = 32 << 20  # metadata, journals, the directory itself
@@ -23,11 +31,20 @@ class SegmentSize:
     freed: int = 0
 
 
+def most_ahead(workers: int) -> int:
+    """How many segments, from the first that is not listed on, may be begun or finished at a time.
+
+    Segments are listed in order. A bound keeps what waits for a slow one from filling the disk; twice the workers keeps
+    them busy meanwhile.
+    """
+    return workers if workers == 1 else 2 * workers
+
+
 def peak_bytes(sizes: Sequence[SegmentSize], in_flight: int) -> int:
     """The most that is ever taken at once, beyond what is taken now.
 
-    Segments are listed in order, and sources go when their segment is listed; ``in_flight`` segments are written at
-    the same time.
+    Sources go when their segment is listed; ``in_flight`` segments are written and not listed at the same time (see
+    ``most_ahead``).
     """
     if not sizes:
         return 0

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from hsloader.conversion.journal import Journal, Settled
-from hsloader.conversion.plan import Plan, PlannedSegment, file_of
+from hsloader.conversion.plan import Plan, PlannedSegment, counts_of, file_of
+from hsloader.conversion.provenance import provenance_of
 from hsloader.conversion.report import Quarantined
 from hsloader.conversion.settings import ConvertSettings
 from hsloader.errors import SettingsChangedError
+from hsloader.formats.source import Identity
 from hsloader.store.manifest import Manifest, SegmentEntry
 from hsloader.store.publish import Root
 from hsloader.store.stored_segment import Segment
 
-__all__ = ["State", "changed_settings", "quarantined_in"]
+__all__ = ["State", "changed_settings", "quarantined_in", "unrecordable"]
 
+_ONLY_WHILE_WAITING = ("segment_size", "typical_length")  # of no matter to segments that are made already
 _REMEDY = (
     "Run with the values of the journal, convert to another destination, or say --replan (in Python replan=True): it "
     "keeps every segment that is listed and plans the rest anew"
@@ -94,6 +97,14 @@ class State:
         self.plans = [self._listed_part(plan) for plan in self.plans]
         self.quarantined = {}
 
+    def accept(self, source: str, settings: ConvertSettings, changed: Mapping[str, Identity]) -> None:
+        """For ``replan``: the plans of ``source`` get the settings of this run, and know which files ``changed``."""
+        for i, plan in enumerate(self.plans):
+            if plan.source == source:
+                accepted = {name: now for name, now in changed.items() if name in plan.files}
+                accepted = {**plan.accepted, **accepted}
+                self.plans[i] = replace(plan, settings=settings.identity(), accepted=accepted)
+
     def _listed_part(self, plan: Plan) -> Plan:
         """What of a plan is in the dataset; the samples that its segments left out count as refused."""
         segments = []
@@ -107,7 +118,7 @@ class State:
         files = {file_of(sample) for sample in kept_samples}
         files |= {sample.arrow.name for sample in kept_samples if sample.arrow is not None}
         kept = {name: identity for name, identity in plan.files.items() if name in files}
-        return replace(plan, segments=tuple(segments), files=kept, refused=())
+        return replace(plan, segments=tuple(segments), files=kept, refused=(), **counts_of(kept_samples))
 
 
 def quarantined_in(segment: Segment) -> list[Quarantined]:
@@ -115,18 +126,34 @@ def quarantined_in(segment: Segment) -> list[Quarantined]:
     return [Quarantined(str(q.get("name", "")), str(q.get("reason", ""))) for q in segment.meta.quarantine]
 
 
-def changed_settings(plans: Sequence[Plan], source: str, settings: ConvertSettings) -> SettingsChangedError | None:
-    """The refusal of a rerun whose settings or source are not those of the journal, or None."""
+def changed_settings(state: State, source: str, settings: ConvertSettings) -> SettingsChangedError | None:
+    """The refusal of a rerun whose settings or source are not those of the journal, or None.
+
+    Each source has settings of its own; those of another one matter only while samples of it wait to be converted.
+    A norm state that is not said again, or is the one that was recorded, changes nothing.
+    """
+    plans = state.plans
     wanted = settings.identity()
     defaults = ConvertSettings().identity()  # for what an older version's journal does not know yet
+    waiting = {id(plan) for plan, _ in state.pending()}
     for plan in plans:
+        if plan.source != source and id(plan) not in waiting:
+            continue
         there = {**defaults, **plan.settings}
         differences = [
             f"  {name}: the journal has {_said(there[name])}, this run has {_said(wanted.get(name, 'no such setting'))}"
             for name in sorted(there)
             if there[name] != wanted.get(name)
+            and (name not in _ONLY_WHILE_WAITING or id(plan) in waiting)
+            and not (name == "norm_state" and settings.norm_state in (None, plan.provenance.norm_state))
         ]
         if differences:
+            if plan.source != source:
+                return SettingsChangedError(
+                    f"the conversion of {plan.source} into this destination is not finished, and has other settings:\n"
+                    + "\n".join(differences)
+                    + "\nRun its own command first"
+                )
             return SettingsChangedError(
                 "this destination was begun with other settings:\n" + "\n".join(differences) + f"\n{_REMEDY}"
             )
@@ -139,5 +166,31 @@ def changed_settings(plans: Sequence[Plan], source: str, settings: ConvertSettin
     return None
 
 
+def unrecordable(state: State, source: str, settings: ConvertSettings) -> SettingsChangedError | None:
+    """The refusal to say of samples that are in the dataset already what it does not record of them, or None."""
+    for plan in state.plans:
+        if plan.source != source or not any(segment.number in state.listed for segment in plan.segments):
+            continue
+        told = provenance_of(settings, plan.fields, list(plan.layouts))
+        differences = [
+            f"  {name}: the dataset has {_said(getattr(plan.provenance, name))}, this run has {_said(here)}"
+            for name, said in (("norm_state", settings.norm_state), ("layer_ids", settings.layer_ids))
+            if said is not None and (here := getattr(told, name)) != getattr(plan.provenance, name)
+        ]
+        if differences:
+            return SettingsChangedError(
+                "the samples in the dataset keep what was recorded when they were converted:\n"
+                + "\n".join(differences)
+                + "\nConvert them anew to another destination"
+                + (
+                    f", or leave this out and say hsloader.DataLoader(norm_state={settings.norm_state!r}) when training"
+                    if "norm_state" in differences[0]
+                    else ""
+                )
+            )
+    return None
+
+
 def _said(value: object) -> str:
+    value = list(value) if isinstance(value, tuple) else value
     return "none" if value is None else repr(value)

@@ -14,8 +14,10 @@ from hsloader.conversion.probe import Probe
 from hsloader.conversion.provenance import advice
 from hsloader.conversion.report import PlanSummary, Quarantined
 from hsloader.conversion.settings import ConvertSettings, cores
-from hsloader.conversion.space import SegmentSize, free_bytes, peak_bytes, same_file_system
+from hsloader.conversion.space import SegmentSize, free_bytes, most_ahead, peak_bytes, same_file_system
+from hsloader.conversion.words import number_of
 from hsloader.formats.discover import Skipped
+from hsloader.store.manifest import Provenance
 
 __all__ = ["counted", "summarize"]
 
@@ -32,11 +34,15 @@ def summarize(
     destination: Path,
     plans: Sequence[Plan],
     present: int,
+    recorded: Provenance | None,
     quarantined: Sequence[Quarantined],
     sidecars: Sequence[Skipped],
     notes: Sequence[str] = (),
 ) -> PlanSummary:
-    """What a run over ``pending`` will do; ``plans`` are all plans of the destination, old and new."""
+    """What a run over ``pending`` will do; ``plans`` are all plans of the destination, old and new.
+
+    ``recorded``: the provenance of the dataset that they join, which it keeps.
+    """
     samples = [sample for _, segment in pending for sample in segment.samples]
     lengths = sorted(sample.length for sample in samples)
     sizes = _sizes(pending, probe)
@@ -44,10 +50,11 @@ def summarize(
     workers, threads = settings.parallelism(len(pending))
     # A gzip file is inflated beside the destination while it is read.
     inflated = max((s.payload_bytes for s in samples if s.gzip), default=0)
-    needed = peak_bytes(sizes if deletes else [SegmentSize(s.stored) for s in sizes], workers)
+    needed = peak_bytes(sizes if deletes else [SegmentSize(s.stored) for s in sizes], most_ahead(workers))
     raw = sum(s.length * source_row_bytes(plan.fields) for plan, segment in pending for s in segment.samples)
     stored = sum(size.stored for size in sizes)
     plan = (pending[-1][0] if pending else plans[-1]) if plans else None
+    told = recorded or (plan.provenance if plan is not None else Provenance())
     seconds = raw / (probe.rate * min(cores(), workers * threads)) * (_READ_BACK_COST if settings.read_back else 1.0)
     layouts: Counter[str] = Counter(sample.layout for sample in samples)
     return PlanSummary(
@@ -72,15 +79,15 @@ def summarize(
         segments=len(pending),
         workers=workers,
         threads=threads,
-        norm_state=plan.provenance.norm_state if plan is not None else "unknown",
-        layer_ids=plan.provenance.layer_ids if plan is not None else None,
+        norm_state=told.norm_state,
+        layer_ids=told.layer_ids,
         quarantined=tuple(quarantined),
         skipped=tuple(sidecars),
         left_out=dict(sum((Counter(p.left_out) for p in plans), Counter())),
         notes=(
             *counted(plans),
             *_losses(probe),
-            *(advice(plan.provenance, list(plan.layouts), probe.norm.suggestion) if plan is not None else ()),
+            *advice(told, list(plan.layouts) if plan is not None else (), probe.norm.suggestion, recorded is not None),
             *notes,
         ),
     )
@@ -97,7 +104,7 @@ def _losses(probe: Probe) -> list[str]:
 def counted(plans: Sequence[Plan]) -> list[str]:
     """The notes of the samples, each with the number of samples it is about."""
     notes: Counter[str] = sum((Counter(plan.notes) for plan in plans), Counter())
-    return [f"{note} ({count:,} samples)" for note, count in sorted(notes.items())]
+    return [f"{note} ({number_of(count, 'sample')})" for note, count in sorted(notes.items())]
 
 
 def _sizes(pending: Sequence[tuple[Plan, PlannedSegment]], probe: Probe) -> list[SegmentSize]:

@@ -84,7 +84,7 @@ def looks_like(head: bytes, size: int) -> str:
     elif head.startswith(b"\x80"):
         kind = "a bare pickle, which is not read"
     elif size < 16:
-        kind = f"too small ({size} bytes; truncated?)"
+        kind = f"too small ({size} {'byte' if size == 1 else 'bytes'}; truncated?)"
     elif text[:1] in (b"{", b"["):
         kind = "JSON"
     else:

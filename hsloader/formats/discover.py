@@ -93,6 +93,8 @@ def discover(src: str | os.PathLike[str]) -> Discovery:
     """Walk ``src``, a folder or one file. ``FileNotFoundError`` if it is not there."""
     root = os.path.abspath(os.fspath(src))
     found = Discovery(root)
+    if not os.path.lexists(root):
+        raise FileNotFoundError(f"{root}: there is no such source")
     itself = Path(root).stat()
     if not stat.S_ISDIR(itself.st_mode):
         _Walk(found).file(Path(root).name, root, itself, lock=os.path.lexists(f"{root}.lock"))

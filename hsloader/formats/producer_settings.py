@@ -1,7 +1,7 @@
 """What a producer's own settings file says about its states: ``data_config.json`` of speculators 0.3 and 0.4.
 
 Source: ``DataGenerationConfig`` of ``speculators/data_generation/config_generator.py``.  A file that cannot be read is
-no reason to refuse samples: it says nothing then.
+no reason to refuse samples: it says nothing then, and a note says so.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from hsloader.errors import SourceError
 from hsloader.formats.reading import read_small
 
 __all__ = ["SETTINGS_FILE", "ProducerSettings", "read_settings"]
@@ -36,14 +37,16 @@ class ProducerSettings:
     norm_state: str | None = None
 
 
-def read_settings(path: Path | str, name: str) -> ProducerSettings | None:
-    """The settings in ``path`` (called ``name`` in reports), or ``None`` if it holds none that can be read."""
+def read_settings(path: Path | str, name: str) -> ProducerSettings:
+    """The settings in ``path`` (called ``name`` in reports); ``SourceError`` if it holds none that can be read."""
     try:
         found = json.loads(read_small(str(path), _MAX_BYTES).decode("utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
+    except OSError as error:
+        raise SourceError(name, f"cannot be read: {error.strerror or error}; nothing is taken from it") from None
+    except (ValueError, RecursionError) as error:
+        raise SourceError(name, f"cannot be parsed: {str(error)[:200]}; nothing is taken from it") from None
     if not isinstance(found, dict):
-        return None
+        raise SourceError(name, f"holds a JSON {type(found).__name__}, expected an object; nothing is taken from it")
     model, states = _part(found, "model"), _part(found, "hidden_states")
     layer_ids = states.get("layer_ids", found.get("layer_ids"))
     if not isinstance(layer_ids, list) or not all(type(i) is int and 0 <= i < 10_000 for i in layer_ids):

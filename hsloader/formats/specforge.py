@@ -72,7 +72,7 @@ def build_dflash(builder: Builder) -> None:
     if hidden is None:
         builder.notes.append(
             f"no last state tells the hidden size: {aux.shape[-1]} values a token are kept as one layer "
-            "(say the hidden size to split them)"
+            "(say hidden_size=... to split them)"
         )
         hidden = aux.shape[-1]
     builder.add_layers([builder.split(aux, hidden, "hidden_states")])

@@ -36,19 +36,39 @@ _NAME = re.compile(r"hs_([0-9]{1,12})\.safetensors\Z")
 
 @dataclass
 class FolderSamples:
-    """What an arrow dataset and its hidden states hold; ``arrows`` are the arrow files with rows, by name below SRC."""
+    """What an arrow dataset and its hidden states hold; ``arrows`` are the arrow files with rows, by name below SRC.
+
+    ``unread``: those of ``bad`` that were not looked into, since the arrow dataset cannot be read.
+    """
 
     samples: list[SampleSource] = field(default_factory=list)
     bad: list[Skipped] = field(default_factory=list)
     sidecars: list[Skipped] = field(default_factory=list)
     arrows: dict[str, Identity] = field(default_factory=dict)
+    unread: set[str] = field(default_factory=set)
 
 
 def describe_folder(folder: FoundFile) -> FolderSamples:
-    """The samples of one arrow dataset; ``SourceError`` if the arrow files cannot be read."""
+    """The samples of one arrow dataset; if it cannot be read, each of its files of hidden states is a bad one."""
     prefix = f"{folder.name}/" if folder.name else ""
     found = FolderSamples()
-    files = _state_files(folder, prefix, found)
+    try:
+        files = _state_files(folder, prefix, found)
+    except SourceError as error:
+        return FolderSamples(bad=[Skipped(f"{prefix}{_STATES}", error.reason)])
+    beside = list(found.sidecars)
+    try:
+        _describe_rows(found, folder, prefix, files)
+    except SourceError as error:
+        where = os.path.split(error.path)[1]
+        reason = f"there is no mask for it, since {where} beside {_STATES}/ cannot be read: {error.reason}"
+        names = [files[number].name for number in sorted(files)] or [f"{prefix}{_STATES}"]
+        return FolderSamples(bad=[Skipped(name, reason) for name in names], sidecars=beside, unread=set(names))
+    return found
+
+
+def _describe_rows(found: FolderSamples, folder: FoundFile, prefix: str, files: dict[int, FoundFile]) -> None:
+    """Sort every row and every file of hidden states in; ``SourceError`` if the arrow files cannot be read."""
     seen: set[int] = set()
     for row in rows_of(folder.path, prefix):
         found.arrows[row.file.name] = row.file.identity
@@ -65,7 +85,6 @@ def describe_folder(folder: FoundFile) -> FolderSamples:
             found.bad.append(Skipped(file.name, error.reason))
     for number in sorted(files.keys() - seen):
         found.bad.append(Skipped(files[number].name, f"the arrow dataset has no row {number}: there is no mask for it"))
-    return found
 
 
 def _state_files(folder: FoundFile, prefix: str, found: FolderSamples) -> dict[int, FoundFile]:

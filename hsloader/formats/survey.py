@@ -28,7 +28,8 @@ class Survey:
     ``samples`` in natural order; ``bad`` what looked like a sample and cannot be taken, with the reason; ``sidecars``
     what was set aside (every file below SRC is in one of these three); ``layouts`` how many samples each layout has;
     ``settings`` what producers' own settings files say; ``arrows`` the arrow files that have the masks of samples, by
-    name.
+    name; ``unread`` those of ``bad`` that nobody looked into, since their arrow dataset could not be read; ``notes``
+    what is amiss beside the samples.
     """
 
     src: str
@@ -38,6 +39,8 @@ class Survey:
     layouts: Counter[str] = field(default_factory=Counter)
     settings: list[ProducerSettings] = field(default_factory=list)
     arrows: dict[str, Identity] = field(default_factory=dict)
+    unread: set[str] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
 
 
 def survey(
@@ -64,7 +67,7 @@ def survey(
             done += len(batch)
             if progress is not None:
                 progress(done, len(found.files))
-    result.settings = _settings(found)
+    result.settings, result.notes = _settings(found)
     for folder in found.folders:
         _take_folder(result, folder)
     if found.folders:
@@ -72,24 +75,27 @@ def survey(
     return result
 
 
-def _settings(found: Discovery) -> list[ProducerSettings]:
+def _settings(found: Discovery) -> tuple[list[ProducerSettings], list[str]]:
+    """What the settings files say, and a note for each that cannot be read."""
+    settings, notes = [], []
     names = [s.name for s in found.sidecars if s.name.rsplit("/", 1)[-1] == SETTINGS_FILE]
-    read = (read_settings(os.path.join(found.src, name), name) for name in names[:_SETTINGS_FILES])
-    return [settings for settings in read if settings is not None]
+    for name in names[:_SETTINGS_FILES]:
+        try:
+            settings.append(read_settings(os.path.join(found.src, name), name))
+        except SourceError as error:
+            notes.append(str(error))
+    return settings, notes
 
 
 def _take_folder(result: Survey, folder: FoundFile) -> None:
     from hsloader.formats.speculators_arrow import LAYOUT, describe_folder
 
-    try:
-        inside = describe_folder(folder)
-    except SourceError as error:
-        result.bad.append(Skipped(folder.name or ".", f"{os.path.basename(error.path)}: {error.reason}"))  # noqa: PTH119
-        return
+    inside = describe_folder(folder)
     result.samples.extend(inside.samples)
     result.bad.extend(inside.bad)
     result.sidecars.extend(inside.sidecars)
     result.arrows.update(inside.arrows)
+    result.unread.update(inside.unread)
     result.layouts[LAYOUT] += len(inside.samples)
 
 

@@ -253,7 +253,9 @@ def _payload_start(path: str, member: Member, local: bytes) -> int:
     if magic != LOCAL_MAGIC:
         raise SourceError(path, f"there is no local header of {member.name[:80]} at {member.header}: damaged")
     if name_len != len(name) or local[_LOCAL.size : _LOCAL.size + name_len] != name[: len(local) - _LOCAL.size]:
-        raise SourceError(path, f"the local header at {member.header} names another member than {member.name[:80]}")
+        raise SourceError(
+            path, f"damaged: the local header at {member.header} names another member than {member.name[:80]}"
+        )
     if method or flags & _ENCRYPTED or (flags ^ member.flags) & _DESCRIPTOR:
         raise SourceError(path, f"the local header of {member.name[:80]} disagrees with the directory (flags)")
     if not flags & _DESCRIPTOR:

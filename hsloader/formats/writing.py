@@ -26,6 +26,7 @@ from hsloader.store.fields import Field
 from hsloader.store.samples import check_path_name, sample_key
 
 __all__ = [
+    "NO_PLACE",
     "USUAL_FIELDS",
     "WRITABLE",
     "SampleWriter",
@@ -47,6 +48,8 @@ WRITABLE = (
     "specforge-dspark",
     "specforge-dflash",
 )
+# What a layout has no place for, of the usual fields; all others go into the file under their own names.
+NO_PLACE = {"specforge-dflash": frozenset({"last_hidden_state"})}
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK})  # file systems without hard links
 _NAME_BYTES = 255  # of a file's name on Linux
 USUAL_FIELDS = frozenset({"input_ids", "loss_mask", "hidden_states", "last_hidden_state"})

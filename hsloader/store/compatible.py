@@ -53,7 +53,9 @@ def check_fields(path: Path, listed: Sequence[Field], appended: Sequence[Field])
 
 def _described(fields: Sequence[Field]) -> dict[str, str]:
     return {
-        field.name: f"{field.dtype} {list(field.shape)}" + (f" scaled by {field.scale}" if field.scale else "")
+        field.name: field.dtype
+        + (f" {list(field.shape)}" if field.shape else "")
+        + (f" scaled by {field.scale}" if field.scale else "")
         for field in fields
     }
 

@@ -53,6 +53,9 @@ def replace_file(path: Path, data: bytes, *, scratch: Path) -> None:
     fsync_directory(path.parent)
 
 
+_REMEDY = ": restore it from a copy, or convert its samples again into another dataset"
+
+
 def open_regular(path: Path, size: int | None, what: str) -> int:
     """A descriptor for reading the regular file ``path``; ``DamageError`` if it is missing or not ``size`` bytes."""
     expected = "expected a file" if size is None else f"expected a file of {size:,} bytes"
@@ -62,14 +65,14 @@ def open_regular(path: Path, size: int | None, what: str) -> int:
     except OSError as error:
         if error.errno in OUT_OF_RESOURCES:
             raise
-        raise DamageError(f"{path}: {what} cannot be opened: {error.strerror}; {expected}") from error
+        raise DamageError(f"{path}: {what} cannot be opened: {error.strerror}; {expected}{_REMEDY}") from error
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         os.close(fd)
-        raise DamageError(f"{path}: {what} is not a regular file; {expected}")
+        raise DamageError(f"{path}: {what} is not a regular file; {expected}{_REMEDY}")
     if size is not None and status.st_size != size:
         os.close(fd)
-        raise DamageError(f"{path}: {what} has {status.st_size:,} bytes; {expected}")
+        raise DamageError(f"{path}: {what} has {status.st_size:,} bytes; {expected}{_REMEDY}")
     return fd
 
 

@@ -10,6 +10,7 @@ import pytest
 
 import hsloader
 from hsloader.benchmark.api import BenchProgress
+from hsloader.cli.bench import _in_options
 from tests.cli.conftest import Run
 
 
@@ -77,4 +78,26 @@ def test_handlers_of_signals_are_given_back(run: Run, dataset: Path, monkeypatch
 def test_half_of_a_need_is_a_mistake_on_the_command_line(run: Run, dataset: Path) -> None:
     done = run("bench", dataset, "--step-ms", "100")
     assert done.status == 2
-    assert "tokens_per_step" in done.err
+    assert "--step-ms needs --tokens-per-step: the tokens of one step on one GPU" in " ".join(done.err.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("scratch_bytes=1: expected at least 1,024", "--scratch 1: expected at least 1,024"),
+        ("threads=300: expected 1 to 256", "--threads 300: expected 1 to 256"),
+        ("/a/step_ms/hidden_size=2: no dataset", "/a/step_ms/hidden_size=2: no dataset"),
+        ("(drop_cache lets the benchmark", "(--drop-cache lets the benchmark"),
+        ("try ReadOptions(threads=4)", "try ReadOptions(threads=4)"),
+    ],
+)
+def test_keywords_are_told_as_options(text: str, said: str) -> None:
+    assert _in_options(text) == said
+
+
+def test_a_report_without_matplotlib_says_what_a_shell_takes(
+    run: Run, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    done = run("bench", dataset, "--report", tmp_path / "page.html")
+    assert "--report needs matplotlib: pip install 'hsloader[report]'" in " ".join(done.err.split())

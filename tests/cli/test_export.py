@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import hsloader
 from tests.cli.conftest import Run
 
 torch = pytest.importorskip("torch")
@@ -39,3 +40,15 @@ def test_a_folder_with_something_in_it_is_left_alone(run: Run, dataset: Path, du
     done = run("export", dataset, dump)
     assert done.status == 1
     assert "expected an empty folder or nothing" in done.err
+
+
+def test_a_state_without_a_place_in_the_layout_is_told(run: Run, dataset: Path, tmp_path: Path) -> None:
+    document = run("export", dataset, tmp_path / "out", "--layout", "specforge-dflash", "--json").document
+    assert document["notes"] == ["last_hidden_state has no place in this layout: it is not written"]
+    with hsloader.open_dataset(dataset) as opened:
+        tokens = int(opened.lengths.sum())
+        per_token = sum(f.row_bytes for f in opened.fields.values() if f.name.startswith("hidden_states"))
+    written = [torch.load(path) for path in (tmp_path / "out").glob("*.ckpt")]
+    assert sum(record["hidden_states"].nbytes for record in written) == tokens * per_token
+    assert all("last" not in key for record in written for key in record)
+    assert tokens * per_token <= document["raw_bytes"] <= tokens * (per_token + 16)

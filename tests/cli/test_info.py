@@ -65,3 +65,17 @@ def test_names_cannot_move_the_cursor(run: Run, dump: Path, tmp_path: Path) -> N
     out = run("info", tmp_path / "new.hs").out
     assert "\x1b" not in out
     assert r"data_9\x1b[2J\n.pt" in out
+
+
+def test_states_that_were_rounded_are_said_to_be(run: Run, dump: Path, tmp_path: Path) -> None:
+    report = hsloader.convert(dump, tmp_path / "eight.hs", codec="fp8", norm_state="pre")
+    document = run("info", tmp_path / "eight.hs", "--json").document
+    assert (document["raw_bytes"], document["stored_bytes"]) == (report.raw_bytes, report.stored_bytes)
+    states = document["fields"]["hidden_states"]
+    assert (states["codec"], states["source_dtype"], states["raw_bytes"]) == (
+        "fp8",
+        "bfloat16",
+        2 * 3 * 128 * document["tokens"],
+    )
+    assert document["fields"]["hidden_states_scale"]["raw_bytes"] == 0
+    assert run("info", tmp_path / "eight.hs").out.count("fp8, lossy (was bfloat16)") == 2

@@ -41,6 +41,10 @@ def test_a_folder_without_samples_says_what_is_there_instead(run: Run, tmp_path:
     assert "notes.md: document" in done.out
 
 
+def test_a_missing_source_is_one_line(run: Run, tmp_path: Path) -> None:
+    assert run("inspect", tmp_path / "nothing").err == f"error: {tmp_path}/nothing: there is no such source\n"
+
+
 def test_a_mixed_folder_is_refused_as_convert_would(run: Run, dump: Path) -> None:
     for i in (0, 1):
         sample = torch.load(dump / f"data_{i}.pt")

@@ -40,6 +40,10 @@ def test_every_command_has_the_common_options(run: Run, command: str) -> None:
     assert " range>" not in out
 
 
+def test_arguments_in_the_usage_line_are_plain(run: Run) -> None:
+    assert "convert [OPTIONS] SRC DST\n" in run("convert", "--help").out
+
+
 def test_an_unknown_command_is_a_usage_error(run: Run) -> None:
     assert run("konvert").status == 2
 

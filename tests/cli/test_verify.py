@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from tests.cli.conftest import Run
@@ -29,10 +30,20 @@ def test_damage_is_named_and_gives_status_1(run: Run, dataset: Path) -> None:
     assert "damaged: 1 problem" in done.out
     assert str(shard) in done.out
     assert "data_0.pt" in done.out
+    assert "\n3 of 4 samples were found sound. Restore" in done.out
 
     document = run("verify", dataset, "--json").document
     assert document["ok"] is False
     assert document["problems"][0]["samples"] == ["data_0.pt"]
+
+
+def test_a_segment_that_is_gone(run: Run, dataset: Path) -> None:
+    shutil.rmtree(next((dataset / "segments").glob("0*")))
+    done = run("verify", dataset)
+    assert "hits all 4 samples\n" in done.out
+    assert "\n0 of 4 samples were found sound. Restore" in done.out
+    told = run("info", dataset).err
+    assert "expected a file: restore it from a copy, or convert its samples again into another dataset" in told
 
 
 def test_json(run: Run, dataset: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hsloader import SettingsChangedError, convert, export, open_dataset
+from hsloader import ConversionError, SettingsChangedError, convert, export, open_dataset
 from hsloader.conversion.report import Progress
 from tests.conversion.sources import fill, torch, tree, write
 
@@ -75,13 +75,19 @@ def test_masks_that_were_rewritten_are_refused_and_kept_by_replan(src: Path, tmp
     assert "changed" not in " ".join(convert(src, dst).notes)
     before = tree(dst)
     write_rows(src, with_other_masks(old))
-    with pytest.raises(SettingsChangedError, match=rf"{FILE}: planned were .* now it has(?s:.*)replan"):
+    with pytest.raises(SettingsChangedError, match=rf"{FILE}: now modified .* \(planned: (?s:.*)replan"):
         convert(src, dst)
     report = convert(src, dst, replan=True)
     assert (report.converted, report.present, report.exit_status) == (0, 7, 0)
-    assert f"1 source files changed after they were converted (for example {FILE})" in " ".join(report.notes)
+    assert f"1 source file changed after conversion (for example {FILE})" in " ".join(report.notes)
     assert tree(dst) == before
     assert masks(dst) == {states(i): row["loss_mask"] for i, row in enumerate(old)}
+    report = convert(src, dst)  # settled by the replan, and still said
+    assert (report.converted, report.present, report.exit_status) == (0, 7, 0)
+    assert f"1 source file changed after conversion (for example {FILE})" in " ".join(report.notes)
+    write_rows(src, old)
+    with pytest.raises(SettingsChangedError, match="1 source file is not as planned"):
+        convert(src, dst)
 
 
 def test_a_resumed_run_mixes_no_masks(src: Path, tmp_path: Path) -> None:
@@ -91,7 +97,7 @@ def test_a_resumed_run_mixes_no_masks(src: Path, tmp_path: Path) -> None:
     assert 0 < done < 7
     new = with_other_masks(old)
     write_rows(src, new)
-    with pytest.raises(SettingsChangedError, match=rf"{FILE}: planned were .* now it has(?s:.*)replan"):
+    with pytest.raises(SettingsChangedError, match=rf"{FILE}: now modified .* \(planned: (?s:.*)replan"):
         convert(src, dst, **SETTINGS)
     assert len(masks(dst)) == done
 
@@ -126,7 +132,7 @@ def test_masks_that_are_in_another_file_now(src: Path, tmp_path: Path) -> None:
         convert(src, dst)
     report = convert(src, dst, replan=True)
     assert (report.converted, report.present) == (0, 7)
-    assert "7 source files changed after they were converted" in " ".join(report.notes)
+    assert "7 source files changed after conversion" in " ".join(report.notes)
 
 
 def test_new_rows_in_a_file_of_their_own_are_added(src: Path, tmp_path: Path) -> None:
@@ -200,9 +206,7 @@ def test_a_finished_journal_of_an_older_version(src: Path, tmp_path: Path) -> No
     as_an_older_version_wrote(dst)
     report = convert(src, dst)
     assert (report.present, report.exit_status) == (7, 0)
-    assert "7 samples were converted by an older version, which did not record their arrow files" in " ".join(
-        report.notes
-    )
+    assert "7 samples: converted by an older version, which did not record their arrow files" in " ".join(report.notes)
 
 
 def test_an_unfinished_journal_of_an_older_version(src: Path, tmp_path: Path) -> None:
@@ -215,3 +219,53 @@ def test_an_unfinished_journal_of_an_older_version(src: Path, tmp_path: Path) ->
     assert (report.converted + report.present, report.exit_status) == (7, 0)
     assert masks(dst) == {states(i): row["loss_mask"] for i, row in enumerate(content)}
     assert convert(src, dst, **SETTINGS).present == 7
+
+
+def test_an_arrow_file_that_cannot_be_read_is_told_with_what_needs_it(src: Path, tmp_path: Path) -> None:
+    dst, whole = tmp_path / "dst", (src / FILE).read_bytes()
+    interrupted(src, dst)
+    done = len(masks(dst))
+    os.truncate(src / FILE, 300)
+    with pytest.raises(SettingsChangedError) as refusal:
+        convert(src, dst, **SETTINGS)
+    text = str(refusal.value)
+    assert f"{FILE}: now 300 bytes (planned: {len(whole):,})" in text
+    assert f"{states(done)} and {6 - done} more: there is no mask for it, since {FILE} beside hidden_states/" in text
+    assert "gone" not in text
+
+    report = convert(src, dst, replan=True, **SETTINGS)
+    assert [q.name for q in report.quarantined] == [states(i) for i in range(done, 7)]
+    assert (report.samples_found, report.present, report.exit_status) == (7, done, 3)
+    again = convert(src, dst, **SETTINGS)
+    assert (again.quarantined, again.present) == (report.quarantined, done)
+    assert len(list((dst / ".hsloader" / "convert").glob("plan-*.json"))) == 2  # nothing new: no further plan
+
+    with pytest.raises(
+        ConversionError, match=r"none of the 7 samples can be taken(?s:.*)hs_0\.safetensors: there is no"
+    ):
+        convert(src, tmp_path / "fresh")
+
+    (src / FILE).write_bytes(whole)
+    report = convert(src, dst, replan=True, **SETTINGS)
+    assert (report.converted + report.present, report.exit_status) == (7, 0)
+
+
+def test_an_unreadable_arrow_folder_is_taken_once_it_can_be_read(src: Path, tmp_path: Path) -> None:
+    write(tmp_path / "both" / "a.pt", torch.load(tmp_path / "first" / "data_0.pt"))
+    src.rename(tmp_path / "both" / "arrow")
+    path = tmp_path / "both" / "arrow" / FILE
+    whole = path.read_bytes()
+    path.write_bytes(whole[:300])
+    report = convert(tmp_path / "both", tmp_path / "dst")
+    assert (report.converted, len(report.quarantined), report.samples_found) == (1, 7, 8)
+    path.write_bytes(whole)
+    report = convert(tmp_path / "both", tmp_path / "dst")
+    assert (report.converted, report.present, report.exit_status) == (7, 1, 0)
+
+
+def test_notes_count_each_sample_once_after_a_replan(src: Path, tmp_path: Path) -> None:
+    interrupted(src, tmp_path / "dst")
+    report = convert(src, tmp_path / "dst", replan=True, **SETTINGS)
+    assert report.converted + report.present == 7
+    note = next(note for note in report.notes if "no checksums" in note)
+    assert note.endswith("(7 samples)")

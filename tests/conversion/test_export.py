@@ -194,7 +194,7 @@ def test_what_an_arrow_folder_has_no_place_for_is_told(tmp_path: Path) -> None:
     torch.save(made, tmp_path / "src" / "data_1.pt")
     convert(tmp_path / "src", tmp_path / "dst")
     lost, mask = export(tmp_path / "dst", tmp_path / "out", layout="speculators-arrow").notes
-    assert "extras of 1 samples" in lost
+    assert "extras of 1 sample have" in lost
     assert "every token is written as supervised" in mask
     found = inspect(tmp_path / "out")
     assert found.samples == 1

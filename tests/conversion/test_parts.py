@@ -18,7 +18,7 @@ from hsloader.conversion.plan import Plan, PlannedSegment, group_samples
 from hsloader.conversion.provenance import provenance_of
 from hsloader.conversion.report import Quarantined
 from hsloader.conversion.settings import ConvertSettings
-from hsloader.conversion.space import SegmentSize, peak_bytes
+from hsloader.conversion.space import SegmentSize, most_ahead, peak_bytes
 from hsloader.conversion.task import length_without_padding
 from hsloader.formats.source import ArrowFile, FieldSpec, Identity, SampleSource
 from hsloader.store.dtypes import DTYPES
@@ -201,6 +201,7 @@ def test_deleting_sources_lowers_the_peak() -> None:
     assert peak_bytes(kept, 2) > 9 * (70 << 30)
     assert 140 << 30 < peak_bytes(sizes, 2) < 150 << 30
     assert peak_bytes([], 4) == 0
+    assert peak_bytes(sizes, most_ahead(4)) > peak_bytes(sizes, 4)
 
 
 def test_layer_ids_end_up_in_one_convention() -> None:
@@ -242,5 +243,5 @@ def test_settings_that_would_be_taken_for_others(option: dict[str, Any]) -> None
 
 
 def test_unknown_settings() -> None:
-    with pytest.raises(TypeError, match="unknown setting worker; there are"):
+    with pytest.raises(TypeError, match=r"there is no keyword worker=: did you mean workers=\?"):
         ConvertSettings.of(worker=3)

@@ -51,6 +51,58 @@ def undisturbed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     return tree(dst)
 
 
+def test_a_slow_segment_holds_up_how_many_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the first is listed no more than the plan counts on lie on the disk beside their sources."""
+    from hsloader.conversion import execute
+    from hsloader.conversion.space import most_ahead
+    from hsloader.conversion.task import SegmentResult, SegmentTask, convert_segment
+
+    class Pool:
+        """One worker that is asked last for what it was given first."""
+
+        def __init__(self, size: int) -> None:
+            self.tasks: list[SegmentTask] = []
+            self.size = size
+
+        def __enter__(self) -> Pool:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        @property
+        def has_room(self) -> bool:
+            return len(self.tasks) < self.size
+
+        @property
+        def busy(self) -> int:
+            return len(self.tasks)
+
+        def submit(self, task: SegmentTask) -> None:
+            self.tasks.append(task)
+
+        def messages(self) -> list[tuple[int, SegmentResult]]:
+            task = self.tasks.pop()
+            return [(task.number, convert_segment(task))]
+
+    waiting: list[int] = []
+
+    def place(root: Root, temporary: Any, number: int) -> SegmentEntry:
+        entry = placed(root, temporary, number)
+        manifest = root.manifest()
+        listed = len(manifest.segments) if manifest is not None else 0
+        waiting.append(sum(path.is_dir() for path in (root.path / "segments").iterdir()) - listed)
+        return entry
+
+    placed = Root.place
+    monkeypatch.setattr(Root, "place", place)
+    monkeypatch.setattr(execute, "WorkerPool", Pool)
+    src = tmp_path / "src"
+    fill(src, 36)
+    report = convert(src, tmp_path / "dst", segment_size=SEGMENT, workers=2)
+    assert report.segments > 2 * most_ahead(2)
+    assert max(waiting) == most_ahead(2) == 4
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_killed_at_random_moments(source: Path, undisturbed: dict[str, str], tmp_path: Path, workers: int) -> None:
     dst, moments = tmp_path / "dst", random.Random(workers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gzip
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hsloader import (
     SettingsChangedError,
     convert,
     export,
+    inspect,
     open_dataset,
 )
 from hsloader.conversion import readback, removal
@@ -63,7 +65,7 @@ def test_delete_source_asked_for_later(tmp_path: Path) -> None:
     convert(src, dst)
     assert len(os.listdir(src)) == 3
     os.utime(src / "data_1.pt", ns=(1, 1))
-    with pytest.raises(SettingsChangedError, match=r"data_1\.pt: planned were .* mtime 1 ns"):
+    with pytest.raises(SettingsChangedError, match=r"data_1\.pt: now modified 19\S+ \S+\.000000001 .*planned: 20"):
         convert(src, dst, delete_source=True)
     report = convert(src, dst, delete_source=True, replan=True)
     assert os.listdir(src) == ["data_1.pt"]
@@ -217,6 +219,104 @@ def test_changed_settings_are_refused_with_both_values(tmp_path: Path) -> None:
     with pytest.raises(SettingsChangedError, match=r"another source(?s:.*)append"):
         convert(tmp_path / "other", dst, norm_state="pre", vocab_size=30000)
     assert convert(src, dst, norm_state="pre", vocab_size=30000).present == 3
+    assert convert(src, dst, vocab_size=30000).present == 3  # what was recorded need not be said again
+    with open_dataset(dst) as dataset:
+        assert dataset.provenance.norm_state == "pre"
+
+
+def test_what_the_dataset_does_not_record_cannot_be_said_later(tmp_path: Path) -> None:
+    src, dst = tmp_path / "src", tmp_path / "dst"
+    fill(src, 3)
+    convert(src, dst)
+    for replan in (False, True):
+        with pytest.raises(
+            SettingsChangedError,
+            match=r"norm_state: the dataset has 'unknown', this run has 'pre'(?s:.*)DataLoader\(norm_state='pre'\)",
+        ):
+            convert(src, dst, norm_state="pre", replan=replan)
+        with pytest.raises(SettingsChangedError, match=r"layer_ids: the dataset has none, this run has \[1, 2, 3\]"):
+            convert(src, dst, layer_ids=[1, 2, 3], replan=replan)
+    assert convert(src, dst).present == 3
+    report = convert(src, dst, replan=True)
+    assert "unknown, and recorded as such; if you know it, give norm_state= to hsloader.DataLoader" in " ".join(
+        report.notes
+    )
+    fill(src, 1, first=3)  # a part of the dataset that knows more than the rest is no better
+    with pytest.raises(SettingsChangedError, match="norm_state: the dataset has 'unknown'"):
+        convert(src, dst, norm_state="pre", replan=True, allow_unknown=True)
+
+
+def test_keywords_that_are_none_are_named(tmp_path: Path) -> None:
+    fill(tmp_path / "src", 1)
+    wrong: Any = {"layer_ids": "2,18,33"}
+    with pytest.raises(TypeError, match=r"layer_ids is '2,18,33'; expected whole numbers, for example \[2, 18, 33\]"):
+        convert(tmp_path / "src", tmp_path / "dst", **wrong)
+    misspelt: Any = {"normstate": "pre"}
+    with pytest.raises(TypeError, match=r"no keyword normstate=: did you mean norm_state=\?"):
+        convert(tmp_path / "src", tmp_path / "dst", **misspelt)
+
+
+def test_each_source_has_settings_of_its_own(tmp_path: Path) -> None:
+    one, two, dst = tmp_path / "one", tmp_path / "two", tmp_path / "dst"
+    fill(one, 3)
+    fill(two, 2, first=5)
+    convert(one, dst)
+    with pytest.raises(IncompatibleError, match="norm state"):
+        convert(two, dst, append=True, norm_state="pre")
+    report = convert(two, dst, append=True, norm_state="pre", allow_unknown=True)
+    assert (report.converted, report.present) == (2, 3)
+    assert report.plan is not None
+    assert report.plan.norm_state == "unknown"  # as the dataset has it
+    assert convert(two, dst, append=True, norm_state="pre", allow_unknown=True, replan=True).present == 5
+    assert convert(one, dst).present == 5
+    assert convert(two, dst, append=True, norm_state="pre").present == 5
+
+
+def test_another_source_that_is_not_finished_is_finished_with_its_own_settings(tmp_path: Path) -> None:
+    one, two, dst = tmp_path / "one", tmp_path / "two", tmp_path / "dst"
+    fill(one, 7)
+    fill(two, 2, first=8)
+
+    def stop(progress: Progress) -> None:
+        if progress.segments == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(one, dst, segment_size=SEGMENT, workers=1, progress=stop)
+    with pytest.raises(SettingsChangedError, match=r"one into this destination is not finished(?s:.*)its own command"):
+        convert(two, dst, append=True)
+    assert convert(one, dst, segment_size=SEGMENT).converted == 4
+    assert convert(two, dst, append=True).converted == 2
+
+
+def test_replan_settles_a_converted_file_that_changed(tmp_path: Path) -> None:
+    src, dst = tmp_path / "src", tmp_path / "dst"
+    fill(src, 3)
+    convert(src, dst)
+    os.utime(src / "data_1.pt", ns=(0, 1_700_000_000_123_456_789))
+    with pytest.raises(SettingsChangedError) as refusal:
+        convert(src, dst)
+    (line,) = [line for line in str(refusal.value).splitlines() if "data_1" in line]
+    assert re.fullmatch(
+        r"  data_1\.pt: now modified 2023-11-1\d \S+\.123456789 \S+ \(planned: 20\S+ \S+ \S+\)", line
+    )  # and nothing else
+    assert convert(src, dst, replan=True).exit_status == 0
+    fill(src, 1, first=3)
+    report = convert(src, dst, delete_source=True)
+    assert (report.converted, report.present) == (1, 3)
+    assert "1 source file changed after conversion (for example data_1.pt)" in " ".join(report.notes)
+    assert [(item.name, item.reason) for item in report.deleted.kept] == [("data_1.pt", "it changed since it was read")]
+    os.utime(src / "data_1.pt", ns=(0, 1_700_000_001_000_000_000))
+    with pytest.raises(SettingsChangedError, match=r"data_1\.pt: now modified"):
+        convert(src, dst)
+
+
+def test_a_settings_file_that_cannot_be_read_is_noted(tmp_path: Path) -> None:
+    fill(tmp_path / "src", 2)
+    (tmp_path / "src" / "data_config.json").write_text('{"norm')
+    report = convert(tmp_path / "src", tmp_path / "dst")
+    assert [n for n in report.notes if n.startswith("data_config.json: cannot be parsed: Unterminated string")]
+    assert [n for n in inspect(tmp_path / "src").notes if n.startswith("data_config.json: cannot be parsed")]
 
 
 def test_changed_sources_of_an_unfinished_run(tmp_path: Path) -> None:
@@ -232,7 +332,7 @@ def test_changed_sources_of_an_unfinished_run(tmp_path: Path) -> None:
     assert names(dst) == ["data_0.pt", "data_1.pt", "data_2.pt"]
     write(src / "data_5.pt", record(55, 60))
     (src / "data_6.pt").unlink()
-    with pytest.raises(SettingsChangedError, match=r"data_5\.pt: planned were .* now it has(?s:.*)data_6\.pt: .*gone"):
+    with pytest.raises(SettingsChangedError, match=r"data_5\.pt: now .* \(planned: (?s:.*)data_6\.pt: .*gone"):
         convert(src, dst, segment_size=SEGMENT)
     report = convert(src, dst, segment_size=SEGMENT, replan=True)
     assert (report.converted, report.present) == (3, 3)
@@ -318,7 +418,7 @@ def test_samples_that_all_turn_out_bad_leave_nothing(tmp_path: Path) -> None:
     fill(src, 2)
     for path in src.iterdir():
         flip_a_byte(path)
-    with pytest.raises(ConversionError, match=r"no samples(?s:.*)data_0\.pt: .*CRC(?s:.*)data_1\.pt: .*CRC"):
+    with pytest.raises(ConversionError, match=r"none of the 2 samples(?s:.*)data_0\.pt: .*CRC(?s:.*)data_1\.pt: .*CRC"):
         convert(src, dst)
     assert not dst.exists()
 
@@ -365,7 +465,7 @@ def test_an_arrow_folder_that_could_not_be_read_is_no_matter_once_it_can(tmp_pat
         export(tmp_path / "store", src / name, layout="speculators-arrow")
     state = (src / "b" / "state.json").read_bytes()
     (src / "b" / "state.json").write_bytes(b"{}")
-    assert [q.name for q in convert(src, dst).quarantined] == ["b"]
+    assert [q.name for q in convert(src, dst).quarantined] == [f"b/hidden_states/hs_{i}.safetensors" for i in (0, 1)]
     (src / "b" / "state.json").write_bytes(state)
     report = convert(src, dst)
     assert (report.converted, report.present, report.exit_status) == (2, 2, 0)

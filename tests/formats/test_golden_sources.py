@@ -104,7 +104,7 @@ def test_an_arrow_folder_reports_what_is_missing_or_foreign() -> None:
         open_sample(foreign)
 
 
-def test_damaged_arrow_files_are_reported_with_their_folder(tmp_path: Path) -> None:
+def test_each_file_beside_a_damaged_arrow_file_is_reported(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     source = tmp_path / "source"
     shutil.copytree(_GOLDEN / "speculators-0.9.0" / "source", source, copy_function=shutil.copyfile)
@@ -115,9 +115,12 @@ def test_damaged_arrow_files_are_reported_with_their_folder(tmp_path: Path) -> N
         arrow.write_bytes(data)
         found = survey(source)
         assert not found.samples
-        (bad,) = found.bad
-        assert bad.name == "."
-        assert "data-00000-of-00001.arrow" in bad.reason
+        names = sorted(f"hidden_states/{path.name}" for path in (source / "hidden_states").glob("hs_*.safetensors"))
+        assert sorted(bad.name for bad in found.bad) == names
+        for bad in found.bad:
+            assert bad.reason.startswith(
+                "there is no mask for it, since data-00000-of-00001.arrow beside hidden_states/"
+            )
     arrow.unlink()
     os.mkfifo(arrow)
     assert "not a regular file" in survey(source).bad[0].reason
@@ -125,8 +128,10 @@ def test_damaged_arrow_files_are_reported_with_their_folder(tmp_path: Path) -> N
 
 def test_an_arrow_folder_without_pyarrow_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    (bad,) = survey(_GOLDEN / "speculators-0.9.0" / "source").bad
-    assert "pip install pyarrow" in bad.reason
+    found = survey(_GOLDEN / "speculators-0.9.0" / "source")
+    assert not found.samples
+    assert found.bad
+    assert all("pip install pyarrow" in bad.reason for bad in found.bad)
 
 
 def test_a_held_lock_in_an_arrow_folder_and_columns_of_other_things(tmp_path: Path) -> None:
