@@ -10,7 +10,7 @@ from dataclasses import replace
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Unpack
+from typing import Any, NoReturn, Unpack
 
 from hsloader.batches.fit import check_fit
 from hsloader.batches.registry import trainer_named
@@ -24,7 +24,7 @@ from hsloader.loading.ranks import check_unchanged, find_ranks, local_rank_warni
 from hsloader.loading.settings import LoaderOptions, LoaderSettings
 from hsloader.loading.stream import Target
 from hsloader.monitor.voice import say
-from hsloader.order.sequence import MOST_EPOCHS, BatchSequence
+from hsloader.order.sequence import MOST_EPOCHS, BatchSequence, share_of
 from hsloader.store.dataset import Dataset, open_dataset
 
 __all__ = ["DataLoader"]
@@ -101,6 +101,12 @@ class DataLoader:
     def __len__(self) -> int:
         self._settle()
         return self._course.steps(self._run)
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise TypeError(
+            "hsloader.DataLoader is iterated, not indexed (for batch in loader), and stands in place of torch's "
+            "DataLoader; what goes into torch's is hsloader.HiddenStateDataset(...). One sample: open_dataset(path)[i]"
+        )
 
     def __iter__(self) -> Iterator[Any]:
         self._check_open()
@@ -183,6 +189,8 @@ class DataLoader:
     def _check_open(self) -> None:
         if self._closed:
             raise LoaderError("the loader is closed; make a new one")
+        if self._connection is not None:
+            self._connection.client.check()  # first: a forked child must not write into its parent's counters
 
     def _settle(self, *, abandoned: bool = False) -> None:
         """Take in what iterations did since: their last store is the number of batches handed out."""
@@ -249,7 +257,13 @@ class DataLoader:
         if self._ranks.rank == 0:
             for note in self._notes:
                 say(note, logging.WARNING)
-            self._connection.announce(self._epochs, batches=len(target.numbers), left_out=self._course.left_out(target))
+            whole = share_of(len(target.plan), self._course.upcoming[1], 0, self._ranks.world)
+            self._connection.announce(
+                self._epochs,
+                batches=len(target.numbers),
+                rank_batches=len(whole) if self._share.workers > 1 else None,
+                left_out=self._course.left_out(target),
+            )
 
     def _batches_of(self, epoch: int | None) -> list[list[int]]:
         """This rank's batches of an epoch (None: the next one), for the facade."""

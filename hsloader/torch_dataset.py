@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, Unpack
+from typing import Any, NoReturn, Unpack
 
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
@@ -51,6 +51,12 @@ class HiddenStateDataset(IterableDataset[Any]):
 
     def __len__(self) -> int:
         return len(self._loader)
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise TypeError(
+            "HiddenStateDataset is iterated, not indexed: for batch in dataset; one sample is "
+            "hsloader.open_dataset(path)[i]"
+        )
 
     def __iter__(self) -> Iterator[Any]:
         _refuse_to_be_stacked(sys._getframe(1))

@@ -44,7 +44,8 @@ def check_fit(
         if found not in ("pre", "post"):
             notes.append(
                 f"{path} does not say whether its last state is before or after the final norm; {trainer.title} needs "
-                f"{_IN_WORDS[trainer.norm_state]}: check it, and record it with --norm-state when converting"
+                f"{_IN_WORDS[trainer.norm_state]}: check it, then say norm_state=, or record it with --norm-state when "
+                "converting"
             )
         elif found != trainer.norm_state:
             raise IncompatibleError(_norm_message(trainer, path, found))

@@ -1,4 +1,4 @@
-"""Writes a report as one self-contained HTML page with plots; needs matplotlib (``pip install hsloader[report]``)."""
+"""Writes a report as one self-contained HTML page with plots; needs matplotlib (``pip install 'hsloader[report]'``)."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _plot(draw: Callable[[BenchReport, Any], None], report: BenchReport) -> str:
         figures: Any = importlib.import_module("matplotlib.figure")
         matplotlib: Any = importlib.import_module("matplotlib")
     except ImportError as error:
-        raise ImportError("a report with plots needs matplotlib: pip install hsloader[report]") from error
+        raise ImportError("a report with plots needs matplotlib: pip install 'hsloader[report]'") from error
     settings = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": _GREY}
     settings |= {"text.color": _INK, "axes.labelcolor": _INK, "xtick.color": _INK, "ytick.color": _INK}
     with matplotlib.rc_context(

@@ -146,7 +146,7 @@ class BenchReport:
         return found
 
     def save(self, path: Any) -> None:
-        """Write one self-contained HTML page with plots to ``path``; needs ``pip install hsloader[report]``."""
+        """Write one self-contained HTML page with plots to ``path``; needs ``pip install 'hsloader[report]'``."""
         from hsloader.benchmark.page import write_page
 
         write_page(self, path)

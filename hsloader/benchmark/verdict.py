@@ -95,8 +95,10 @@ def judge(rates: Rates, need: Need | None, options: ReadOptions) -> Verdict:
         bound, deliverable = "pipeline", rates.pipeline
     headspace = deliverable / need.total if need is not None and need.total > 0 else None
     words = [*_need_words(need), *_limit_words(rates, gpus)]
-    if rates.pipeline and deliverable and rates.pipeline < _SHORTFALL * deliverable and rates.pipeline_cold:
-        words.append(f"the pipeline reached {_gb(rates.pipeline)}, {100 * rates.pipeline / deliverable:.0f} % of that")
+    if rates.pipeline and rates.pipeline < _SHORTFALL * deliverable:
+        warm = "" if rates.pipeline_cold else ", from memory,"
+        share = f"{100 * rates.pipeline / deliverable:.0f} %"
+        words.append(f"the pipeline{warm} reached {_gb(rates.pipeline)}, {share} of what {bound} allows")
     if headspace is not None:
         words.append(f"headspace {headspace:.2f}x")
         if headspace < 1:

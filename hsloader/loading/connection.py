@@ -25,7 +25,6 @@ from hsloader.monitor.lines import Opening
 from hsloader.monitor.neighbours import job_name
 from hsloader.monitor.ranges import mark_stages, stage
 from hsloader.monitor.reporter import Reporter
-from hsloader.monitor.voice import say
 from hsloader.monitor.words import plural
 from hsloader.order.sequence import BatchSequence
 from hsloader.reader.client import FeederClient
@@ -91,13 +90,15 @@ class Connection:
         counters[TrainerCounter.ROWS] += layout.rows[self.trainer.spans[0].name]
         counters[TrainerCounter.BATCHES] += 1
         counters[TrainerCounter.POSITION] = position
+        if position == 1:
+            counters[TrainerCounter.FIRST_NEXT_NS] = counters[TrainerCounter.LAST_NEXT_NS]
         self.reporter.batch_done()
 
-    def announce(self, epochs: Epochs, *, batches: int, left_out: int) -> None:
+    def announce(self, epochs: Epochs, *, batches: int, rank_batches: int | None, left_out: int) -> None:
         """The opening lines: what there is, how it is read, and what split and filters did."""
         client, dataset = self.client, self.dataset
         usable = epochs.usable
-        tokens = int(self.trainer.cut(dataset.lengths[usable]).sum())
+        tokens = int(epochs.used(dataset.lengths[usable]).sum())
         needs = self.trainer.needs
         self.reporter.opened(
             Opening(
@@ -108,10 +109,11 @@ class Connection:
                 stored_bytes=dataset.manifest.stored_bytes,
                 whole=tokens == dataset.manifest.tokens and set(needs) == set(dataset.fields),
                 batches=batches,
+                rank_batches=rank_batches,
                 rank=self.ranks.rank,
                 world=self.ranks.world,
                 mode=client.mode,
-                reason=client.mode_reason,
+                reason=client.mode_reason.partition("; ")[0],  # the monitors have all of it
                 slots=client.slots,
                 slot_bytes=client.slot_bytes,
             )
@@ -120,8 +122,8 @@ class Connection:
         more = ""
         if left_out:
             more = f"; {plural(left_out, 'batch', 'batches')} left out, too few for a step of {self.ranks.world} ranks"
-        if more or described != f"{len(dataset):,} samples":
-            say(f"{self.settings.split}: {described}{more}")
+        if more or described != plural(len(dataset), "sample"):
+            self.reporter.say(f"{self.settings.split}: {described}{more}")
 
     @property
     def _counters(self) -> Any:
@@ -195,7 +197,9 @@ def connect(
         lambda: take_snapshot(client.ring.fd),
         rank=ranks.rank,
         world=ranks.world,
-        speaks=ranks.rank == 0 and share.worker == 0,  # of several workers the first speaks for all
+        worker=share.worker,
+        workers=workers,
+        speaks=ranks.rank == 0 and share.worker == 0,  # of several workers only the first
         log_every=settings.log_every,
     )
     stream = BatchStream(

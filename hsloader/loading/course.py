@@ -13,6 +13,7 @@ from hsloader.loading.epochs import Epochs
 from hsloader.loading.ranks import Ranks
 from hsloader.loading.settings import LoaderSettings
 from hsloader.loading.stream import Target
+from hsloader.monitor.voice import say
 from hsloader.order.cursor import Cursor
 from hsloader.order.sequence import share_of, steps_left
 from hsloader.order.state import LoaderState, check_position, check_state
@@ -138,7 +139,7 @@ class Course:
         dropped = self._cursor.set_epoch(epoch)
         if dropped is not None:
             self._skip = 0
-            _log.warning("%s", dropped)
+            say(dropped, logging.WARNING)
 
     def skip_to(self, step: int) -> None:
         """The next iteration begins ``step`` batches of each rank into its epoch."""

@@ -14,6 +14,7 @@ from hsloader.batches.trainer import Trainer
 from hsloader.errors import IncompatibleError
 from hsloader.loading.ranks import Ranks
 from hsloader.loading.settings import LoaderSettings
+from hsloader.monitor.words import plural
 from hsloader.order.planning import EpochPlans
 from hsloader.order.selection import Columns, Filters, Selection, chosen, select
 from hsloader.order.sequence import BatchSequence, check_share
@@ -62,10 +63,17 @@ class Epochs:
             contract["samples"] = hashlib.sha256(indices.tobytes()).hexdigest()[:16]
         return contract
 
+    def used(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Tokens of samples of these lengths that reach a batch; a token that a shift takes of each counts too."""
+        short, limit, budget = self._trainer.cut(lengths), self._limit(), self._trainer.settings.max_tokens
+        if limit is None or budget is None:
+            return short
+        return np.where(lengths > limit, min(limit, budget), short)
+
     def describe(self) -> str:
         """The split and the filters in numbers, for the log."""
         if self._settings.batch_sampler is not None:
-            return f"{len(self.usable):,} samples, chosen by the batch_sampler"
+            return f"{plural(len(self.usable), 'sample')}, chosen by the batch_sampler"
         return self.sides + self._selection(len(self._dataset)).describe()
 
     def plan(self, epoch: int, segments: int) -> BatchSequence:
@@ -116,13 +124,14 @@ class Epochs:
             candidates = self._candidates(count)
             found = select(candidates, self._columns(), self._filters(), self._masks)
             if not len(found):
+                why = "; ".join(part for part in (self.sides.removesuffix("; "), found.effects()) if part)
                 raise ValueError(
-                    f"{self._dataset.path}: no sample is left for split={self._settings.split!r}: {self.sides}"
-                    f"{found.describe()}; {self._remedy(len(candidates))}"
+                    f"{self._dataset.path}: no sample is left for split={self._settings.split!r}"
+                    f"{why and f': {why}'}; {self._remedy(len(candidates))}"
                 )
             if not self._trainer.costs(self._dataset.lengths[found.indices]).any():
                 raise ValueError(
-                    f"{self._dataset.path}: no token of {len(found):,} samples would reach a batch, as "
+                    f"{self._dataset.path}: no token of {plural(len(found), 'sample')} would reach a batch, as "
                     f"{self._trainer.title} takes one off each; raise max_length, or use longer samples"
                 )
             self._selections[count] = found
@@ -152,7 +161,7 @@ class Epochs:
             # As the trainer's script has it: 1 - 0.42 is not the 0.58 that stands there.
             train, val = own_split(self._split_by, count, round(1.0 - settings.val_ratio, 12))
         if settings.val_ratio:
-            self.sides = f"{len(train):,} samples to train, {len(val):,} to validate; "
+            self.sides = f"{plural(len(train), 'sample')} to train, {len(val):,} to validate; "
         return val if settings.split == "val" else train
 
     def _columns(self) -> Columns:
@@ -162,11 +171,13 @@ class Epochs:
         )
 
     def _filters(self) -> Filters:
+        limit, budget = self._limit(), self._trainer.settings.max_tokens
         return Filters(
-            max_length=self._limit(),
+            max_length=limit,
             long=self._settings.long,
             min_loss_tokens=self._settings.min_loss_tokens,
             neighbours=self._trainer.needs_neighbours,
+            told=None if limit is None or budget is None else min(limit, budget),
         )
 
     def _limit(self) -> int | None:

@@ -23,7 +23,8 @@ from hsloader.reader.options import ReadOptions
 __all__ = ["LoaderOptions", "LoaderSettings", "demand_device"]
 
 _ELSEWHERE = {
-    "num_workers": "one process reads ahead by itself; its threads are read=hsloader.ReadOptions(threads=...)",
+    "num_workers": "the loader reads ahead by itself, in processes of its own; how many threads decode there is "
+    "read=hsloader.ReadOptions(threads=...)",
     "prefetch_factor": "the ring that batches are read ahead into is read=hsloader.ReadOptions(prefetch=...), in bytes",
     "prefetch": "say read=hsloader.ReadOptions(prefetch=...), in bytes",
     "threads": "say read=hsloader.ReadOptions(threads=...)",
@@ -187,6 +188,10 @@ class LoaderSettings:
             value = getattr(self, name)
             if value is not None or name not in _COUNTS:
                 object.__setattr__(self, name, _whole(name, value))  # a state is JSON, which knows no numpy
+        if not isinstance(self.read, ReadOptions):
+            known = isinstance(self.read, Mapping) and all(isinstance(name, str) for name in self.read)
+            inside = ", ".join(f"{name}={value!r}" for name, value in self.read.items()) if known else "..."
+            raise TypeError(f"read={self.read!r}: say read=hsloader.ReadOptions({inside})")
         if self.epoch < 0:
             raise ValueError(f"epoch={self.epoch}: epochs count from 0")
         if not 0 <= self.val_ratio < 1:

@@ -19,6 +19,7 @@ from hsloader.batches.layout import BatchLayout
 from hsloader.batches.trainer import Trainer
 from hsloader.errors import DamageError, DatasetError
 from hsloader.monitor.ranges import stage
+from hsloader.monitor.voice import say
 from hsloader.monitor.words import plural
 from hsloader.order.sequence import BatchSequence
 from hsloader.reader.batch import BadSample
@@ -29,8 +30,6 @@ from hsloader.reader.pieces import PIECES, BatchRequest
 from hsloader.store.dataset import Dataset
 
 __all__ = ["BatchStream", "Fetched", "Target"]
-
-_log = logging.getLogger("hsloader")
 
 _GLANCE = 0.005  # seconds between looks at what a GPU still reads
 _NUMBERS = 1 << 40  # more batches than an epoch has: epoch and number in one key
@@ -249,7 +248,7 @@ class BatchStream:
         self._lost |= found
         self._layouts = {key: laid for key, laid in self._layouts.items() if key in self.client}
         self.client.counters[TrainerCounter.SKIPPED] += len(found)
-        _log.warning("%s; left out, as on_bad='skip' says: %d so far", text, len(self._lost))
+        say(f"{text}; left out, as on_bad='skip' says: {len(self._lost):,} so far", logging.WARNING)
 
     def _bound(self, key: int, told: Sequence[BadSample], text: str) -> None:
         """Raise if the losses of this iteration are more than single damaged chunks would make.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from hsloader.monitor.files import file_system_text, is_data_file
@@ -100,16 +101,25 @@ def _reading(s: Situation) -> Verdict | None:
     if mean and fast:
         text += f"; a batch of {s.batch_size} needs" if s.batch_size else "; one file needs"
         text += f" {time_text((s.batch_size or 1) * mean / fast)} at this rate"
+    files = [p.file for p in active if p.file is not None]
+    own = bool(files) and all(_SHARD.search(file.path) for file in files)
     # Busy workers whose bytes come from memory: the disk has nothing to do with it.
     if busy and len(busy) * 2 >= len(s.workers) and not disk and from_disk < 0.5 * rate:
         text += f"; {plural(len(busy), 'worker')} used {sum(p.cpu for p in busy):.1f} cores"
-        return Verdict(Kind.WORKER_CPU, text, _CPU_ADVICE)
-    return Verdict(Kind.DISK if disk else Kind.READING, text, _READ_ADVICE)
+        return Verdict(Kind.WORKER_CPU, text, _OWN_CPU_ADVICE if own else _CPU_ADVICE)
+    return Verdict(Kind.DISK if disk else Kind.READING, text, _OWN_READ_ADVICE if own else _READ_ADVICE)
 
 
 _CPU_ADVICE = (
     "the workers' CPU is the limit (unpickling, copies, casts), not the disk: hsloader convert once, or more workers"
 )
+_OWN_CPU_ADVICE = (
+    "the workers' CPU is the limit, not the disk: num_workers=0, so that hsloader reads ahead in processes of its own"
+)
+_OWN_READ_ADVICE = (
+    "these files are a dataset of hsloader already: hsloader top shows its loaders, hsloader bench what the disk can do"
+)
+_SHARD = re.compile(r"/segments/[^/]+/[^/]+/c[./]\d")  # a file of a dataset: what is to be converted is no such thing
 _READ_ADVICE = "hsloader convert makes the files smaller and hsloader.DataLoader reads only the rows a batch needs"
 
 

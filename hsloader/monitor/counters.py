@@ -19,6 +19,7 @@ __all__ = [
     "ThreadCounter",
     "TrainerCounter",
     "count_wait",
+    "wait_class",
     "wait_quantile",
 ]
 
@@ -58,6 +59,7 @@ class TrainerCounter(IntEnum):
     NEXT_SINCE = 26  # instant at which the running next() began, 0 outside
     SKIPPED = 27  # bad samples that on_bad="skip" left out
     LAST_NEXT_NS = 28  # time inside the last next() that gave a batch, however many wait() it took
+    FIRST_NEXT_NS = 29  # of that, of the iteration's first batch
     WAITS = 32  # to 63: how many next() took [2**(i-1), 2**i) microseconds, i from 0 (under one) to 31
 
 
@@ -134,8 +136,12 @@ class _Counters(Protocol):
 def count_wait(trainer: _Counters, nanoseconds: int) -> None:
     """Count one ``next()`` of so many nanoseconds in its class of ``TrainerCounter.WAITS``, and as the last one."""
     trainer[TrainerCounter.LAST_NEXT_NS] = nanoseconds
-    place = TrainerCounter.WAITS + min(WAIT_CLASSES - 1, (nanoseconds // 1000).bit_length())
-    trainer[place] += 1
+    trainer[TrainerCounter.WAITS + wait_class(nanoseconds)] += 1
+
+
+def wait_class(nanoseconds: int) -> int:
+    """The class of ``TrainerCounter.WAITS`` that a ``next()`` of so many nanoseconds falls into."""
+    return min(WAIT_CLASSES - 1, (nanoseconds // 1000).bit_length())
 
 
 def wait_quantile(classes: Sequence[int], share: float) -> float:

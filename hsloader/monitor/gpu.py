@@ -1,4 +1,4 @@
-"""GPU utilisation through NVML, where ``nvidia-ml-py`` is installed (``pip install hsloader[gpu]``)."""
+"""GPU utilisation through NVML, where ``nvidia-ml-py`` is installed (``pip install 'hsloader[gpu]'``)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hsloader.monitor.samples import GpuSample
 
 __all__ = ["GpuReader"]
 
-_ABSENT = "GPU utilisation is not shown: nvidia-ml-py is not installed (pip install hsloader[gpu])"
+_ABSENT = "GPU utilisation is not shown: nvidia-ml-py is not installed (pip install 'hsloader[gpu]')"
 
 
 class GpuReader:

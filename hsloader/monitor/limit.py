@@ -23,6 +23,7 @@ class Limit(StrEnum):
     DECODE = "decode-bound"
     DISK = "disk-bound"
     LATENCY = "latency-bound"
+    STALLED = "stalled"
     FEEDER = "feeder-stuck"
 
 
@@ -49,13 +50,16 @@ _NO_WAIT = 0.05  # share of the time inside next() up to which the trainer is th
 _START = 10.0  # seconds for the first batch; what takes longer has another reason
 _BUSY = 0.2  # share of the time from which threads of a kind count as busy
 _QUIET = 5.0  # seconds without a call after which the trainer is said not to ask
+_STALL = 1.0  # seconds that a single next() must take, where the others took next to nothing, to be called a stall
+_SEVERAL = 8  # next() calls from which one is told from the others,
+_A_FEW = 3  # or so many while no thread was busy: a slow disk makes more than one wait
 _SILENT = 5.0  # seconds in which a feeder with work must have looked at its requests; it looks every second
 
 
 def limit_of(before: Snapshot, after: Snapshot) -> LimitVerdict:
     """The verdict on what happened between two snapshots of one ring."""
     interval = Interval(before, after)
-    for check in (_starting, _stuck, _quiet, _trainer, _transfer, _ring):
+    for check in (_starting, _stuck, _quiet, _trainer, _begun, _stalled, _transfer, _ring):
         found = check(interval)
         if found is not None:
             return found
@@ -121,6 +125,45 @@ def _trainer(i: Interval) -> LimitVerdict | None:
 
 def _wait(i: Interval) -> str:
     return f"the trainer waited for data {share_text(i.data_wait)} of the time"
+
+
+def _begun(i: Interval) -> LimitVerdict | None:
+    """Nearly all that was waited for is an iteration's first batch: a start, which says nothing of the rest."""
+    first = i.first_wait
+    rest = i.data_wait * i.seconds - first
+    if not first or rest > _NO_WAIT * i.seconds:
+        return None
+    most = first > i.seconds / 2
+    proof = f"the first batch was waited for {time_text(first)}"
+    if not most:
+        proof += f", and then the trainer waited for data {_share_of(rest, i.seconds - first)} of the time"
+    return LimitVerdict(Limit.STARTING if most else Limit.TRAINER, proof)
+
+
+def _share_of(seconds: float, span: float) -> str:
+    return share_text(max(0.0, seconds) / max(span, 1e-9))
+
+
+def _stalled(i: Interval) -> LimitVerdict | None:
+    found = _single(i, _SEVERAL)
+    return found if found is not None and found.limit is Limit.STALLED else None
+
+
+def _single(i: Interval, least: int) -> LimitVerdict | None:
+    """Of ``least`` or more ``next()`` a long one, without which the trainer waited for next to nothing."""
+    calls, longest, first = sum(i.waits), i.longest_wait, i.first_wait
+    rest = i.data_wait * i.seconds - first - longest
+    if calls < least or not longest or rest > _NO_WAIT * i.seconds:
+        return None
+    apart = _share_of(rest, i.seconds - first - longest)
+    proof = (
+        f"one batch of {calls:,} was waited for {time_text(longest)}, and else the trainer waited for data {apart} of "
+        "the time"
+    )
+    if longest < _STALL:
+        return LimitVerdict(Limit.TRAINER, proof)
+    advice = f"DataLoader(stall_after={_STALL:.0f}), whose report says what the next one waits for"
+    return LimitVerdict(Limit.STALLED, proof, advice)
 
 
 def _transfer(i: Interval) -> LimitVerdict | None:
@@ -198,6 +241,9 @@ def _latency(i: Interval, proof: str) -> LimitVerdict:
         return LimitVerdict(
             Limit.STARTING, f"the feeder came up in this time, {time_text(opened)} after the loader opened"
         )
+    single = _single(i, _A_FEW)
+    if single is not None:
+        return single
     return LimitVerdict(
         Limit.LATENCY,
         proof,

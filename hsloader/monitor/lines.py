@@ -12,12 +12,15 @@ from hsloader.monitor.words import plural, rate_text, share_text, size_text, tim
 
 __all__ = ["Opening", "epoch_text", "first_batch_text", "heartbeat_text", "opening_text"]
 
+_JUDGED = 1.0  # seconds an epoch must take for a word on its limit: what a shorter one waits is its start
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Opening:
     """What a loader knows of itself when it opens.
 
     ``raw_bytes`` of what it uses, decoded; ``stored_bytes`` of the whole dataset; ``whole``: it uses all of that.
+    ``batches`` an epoch of this process; ``rank_batches`` of its rank, where they are those of several workers.
     """
 
     dataset: str
@@ -27,6 +30,7 @@ class Opening:
     stored_bytes: int
     whole: bool = True
     batches: int
+    rank_batches: int | None = None
     rank: int = 0
     world: int = 1
     mode: str
@@ -42,9 +46,11 @@ def opening_text(o: Opening) -> str:
     """
     stored = f"{'' if o.whole else 'the whole dataset is '}{size_text(o.stored_bytes)} on disk"
     share = f" on each of {o.world} ranks" if o.world > 1 else ""
+    split = o.rank_batches is not None and o.rank_batches != o.batches
+    batches = f"{o.batches:,} of {plural(o.rank_batches or 0, 'batch', 'batches')}" if split else ""
     return (
         f"{o.dataset}: {plural(o.samples, 'sample')}, {plural(o.tokens, 'token')}, {size_text(o.raw_bytes)} "
-        f"({stored}); {plural(o.batches, 'batch', 'batches')} an epoch{share}; reads by "
+        f"({stored}); {batches or plural(o.batches, 'batch', 'batches')} an epoch{share}; reads by "
         f"{o.mode} ({o.reason}), ring of {plural(o.slots, 'batch', 'batches')}, {size_text(o.slots * o.slot_bytes)}"
     )
 
@@ -115,8 +121,9 @@ def epoch_text(start: Snapshot, now: Snapshot, epoch: int) -> str:
             f"{time_text(waited)}, {share_text(i.data_wait)} of the time; a batch: half under "
             f"{time_text(wait_quantile(i.waits, 0.5))}, 99 % under {time_text(wait_quantile(i.waits, 0.99))}",
         ),
-        ("limit", limit_of(start, now).sentence),
     ]
+    if i.seconds >= _JUDGED:
+        table.append(("limit", limit_of(start, now).sentence))
     if copied := i.gained(TrainerCounter.TRANSFER_BYTES):
         spent = i.gained(TrainerCounter.TRANSFER_NS) / 1e9
         table.insert(5, ("to the GPU", f"{size_text(copied)} in {time_text(spent)}"))

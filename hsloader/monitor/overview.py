@@ -18,7 +18,10 @@ __all__ = ["LoaderRow", "overview"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderRow:
-    """One loader over an interval.  Rates a second, bytes, shares of one, seconds; ``gpu`` is a share or None."""
+    """One loader over an interval.  Rates a second, bytes, shares of one, seconds; ``gpu`` is a share or None.
+
+    ``reason``: why the loader reads in this ``mode``.
+    """
 
     pid: int
     rank: int | None
@@ -27,6 +30,7 @@ class LoaderRow:
     split: str
     dataset: str
     mode: str
+    reason: str
     epoch: int
     position: int
     epoch_batches: int
@@ -72,6 +76,7 @@ def _row(before: FoundRing, after: FoundRing, gpus: Sequence[GpuSample]) -> Load
         split=str(info.get("split", "")),
         dataset=str(info.get("dataset", "")),
         mode=str(info.get("mode", "")),
+        reason=str(info.get("reason", "")),
         epoch=now[TrainerCounter.EPOCH],
         position=now[TrainerCounter.POSITION],
         epoch_batches=now[TrainerCounter.EPOCH_BATCHES],

@@ -39,6 +39,8 @@ class Reporter:
         *,
         rank: int = 0,
         world: int = 1,
+        worker: int = 0,
+        workers: int = 1,
         speaks: bool = True,
         log_every: float = 30.0,
     ) -> None:
@@ -52,7 +54,9 @@ class Reporter:
         self._epoch: Snapshot | None = None
         self._windows: list[Snapshot] = []
         self._siblings = Siblings(job_name(), rank) if world > 1 and self._speaks and log_every else None
-        self._prefix = f"rank {rank}: " if rank or world > 1 else ""
+        # Of several DataLoader workers each tells only of its own share.
+        self._part = f"worker {worker} of {workers}: " if workers > 1 else ""
+        self._prefix = f"rank {rank}: {self._part}" if rank or world > 1 else self._part
         self._stall: StallReport | None = None
         self._stalled_at = 0.0  # instant at which the wait of the stall began
         self._limit: Limit | None = None
@@ -60,7 +64,11 @@ class Reporter:
     def opened(self, opening: Opening) -> None:
         """The loader is there; reading begins."""
         if self._speaks:
-            say(opening_text(opening))
+            self.say(opening_text(opening))
+
+    def say(self, text: str) -> None:
+        """A line about this loader, which names the worker that it is of."""
+        say(f"{self._part}{text}")
 
     def epoch_began(self) -> None:
         """An epoch (or the rest of one) begins; its counters are written."""
@@ -95,7 +103,7 @@ class Reporter:
         start, self._epoch = self._epoch, None
         now = self._read()
         if self._speaks and now[TrainerCounter.BATCHES] > start[TrainerCounter.BATCHES]:
-            say(epoch_text(start, now, start[TrainerCounter.EPOCH]))
+            self.say(epoch_text(start, now, start[TrainerCounter.EPOCH]))
 
     def stats(self) -> dict[str, float]:
         """The counters as a flat dict; see ``hsloader.monitor.stats`` for the names and units."""
@@ -111,7 +119,7 @@ class Reporter:
         if self._first:
             self._first = False
             if self._speaks:
-                say(first_batch_text(time.monotonic() - self._opened, self._read()))
+                self.say(first_batch_text(time.monotonic() - self._opened, self._read()))
         if self._stall is not None:
             self._stall = None
             waited = time_text(time.monotonic() - self._stalled_at)
@@ -124,7 +132,7 @@ class Reporter:
         if self._beat is not None:
             verdict = limit_of(self._beat, now)
             # Advice is worth a line once, not every half minute.
-            say(heartbeat_text(self._beat, now, verdict, slowest=slowest, advise=verdict.limit is not self._limit))
+            self.say(heartbeat_text(self._beat, now, verdict, slowest=slowest, advise=verdict.limit is not self._limit))
             self._limit = verdict.limit
         self._beat = now
 

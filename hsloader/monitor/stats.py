@@ -37,7 +37,7 @@ it.  Then it opens anew: all of this, ``uptime_seconds`` too, counts from there.
 
 from __future__ import annotations
 
-from hsloader.monitor.counters import FeederCounter, ThreadCounter, TrainerCounter, wait_quantile
+from hsloader.monitor.counters import FeederCounter, ThreadCounter, TrainerCounter, wait_class, wait_quantile
 from hsloader.monitor.header import Snapshot
 
 __all__ = ["Interval", "data_wait_ns", "flat_stats"]
@@ -88,6 +88,29 @@ class Interval:
     def waits(self) -> list[int]:
         """How many ``next()`` there were in each class of duration."""
         return [max(0, a - b) for a, b in zip(self.after.waits, self.before.waits, strict=True)]
+
+    @property
+    def first_wait(self) -> float:
+        """Seconds inside the ``next()`` that gave an iteration's first batch; 0 if none lies in this interval."""
+        position = self.after[TrainerCounter.POSITION]
+        begun = self.after[TrainerCounter.BATCHES] - position  # batches when the last iteration began
+        if not position or begun < self.before[TrainerCounter.BATCHES]:
+            return 0.0
+        return self.after[TrainerCounter.FIRST_NEXT_NS] / 1e9
+
+    @property
+    def longest_wait(self) -> float:
+        """Seconds inside the longest ``next()`` beside an iteration's first, as well as the classes tell."""
+        waits, spent = self.waits, self.gained(TrainerCounter.NEXT_NS) / 1e9
+        if first := self.first_wait:
+            waits[wait_class(round(first * 1e9))] -= 1
+            spent -= first
+        top = max((number for number, count in enumerate(waits) if count > 0), default=0)
+        if not top:
+            return 0.0
+        waits[top] -= 1
+        others = sum(count * 0.75 * 2.0**number / 1e6 for number, count in enumerate(waits))
+        return min(2.0**top / 1e6, max(2.0 ** (top - 1) / 1e6, spent - others))
 
     def busy(self, *counters: ThreadCounter, threads: FeederCounter) -> float:
         """Share of the time that the threads of a kind spent in what the counters count."""

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hsloader.errors import IncompatibleError
+from hsloader.monitor.words import plural
 
 __all__ = ["Columns", "Filters", "MaskReader", "Selection", "Step", "chosen", "select"]
 
@@ -36,13 +37,15 @@ class Filters:
 
     ``max_length`` tokens are used of a sample; a longer one is cut (``long="truncate"``) or left out (``"drop"``).
     ``min_loss_tokens`` supervised tokens must lie within them.  ``neighbours`` demands two supervised tokens in a
-    row within them (SpecForge's DFlash family).
+    row within them (SpecForge's DFlash family).  ``told``: what of ``max_length`` a batch gets, where a shift takes
+    the rest; for the words alone.
     """
 
     max_length: int | None = None
     long: Literal["truncate", "drop"] = "truncate"
     min_loss_tokens: int = 0
     neighbours: bool = False
+    told: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_length is not None and self.max_length < 1:
@@ -75,10 +78,14 @@ class Selection:
 
     def describe(self) -> str:
         """One line for the log: ``"10,000 samples -> 9,968: 32 with fewer than 4 supervised tokens left out; ..."``."""
-        effects = [step.effect for step in self.steps if not step.effect.startswith("0 ")]
+        effects = self.effects()
         if not effects:
-            return f"{len(self):,} samples"
-        return f"{self.steps[0].before:,} samples -> {len(self):,}: {'; '.join(effects)}"
+            return plural(len(self), "sample")
+        return f"{plural(self.steps[0].before, 'sample')} -> {len(self):,}: {effects}"
+
+    def effects(self) -> str:
+        """What the filters did to some sample; empty where they did nothing."""
+        return "; ".join(step.effect for step in self.steps if not step.effect.startswith("0 "))
 
 
 def chosen(samples: Sequence[int] | NDArray[np.int64], count: int) -> NDArray[np.int64]:
@@ -135,8 +142,9 @@ def _by_length(kept: NDArray[np.int64], lengths: NDArray[np.int64], filters: Fil
     if filters.long == "drop":
         effect = f"{_count(long)} longer than {limit:,} tokens left out"
         return kept[~long], Step("max_length", len(kept), int((~long).sum()), effect)
-    lost = int((lengths[kept][long] - limit).sum())
-    effect = f"{_count(long)} cut to {limit:,} tokens ({lost:,} tokens less)"
+    told = limit if filters.told is None else filters.told
+    lost = int((lengths[kept][long] - told).sum())
+    effect = f"{_count(long)} cut to {plural(told, 'token')} ({plural(lost, 'token')} less)"
     return kept, Step("max_length", len(kept), len(kept), effect)
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hsloader.monitor.words import plural
+
 __all__ = ["MOST_EPOCHS", "BatchSequence", "check_share", "share_of", "steps_left"]
 
 MOST_EPOCHS = 1 << 23  # an epoch and the number of a batch in it are one 64-bit name towards the reader
@@ -61,12 +63,14 @@ def check_share(batches: int, world: int, *, split: str, samples: int) -> None:
     """Refuse an epoch that leaves a rank without a batch: ``ValueError`` with the numbers and the remedy."""
     if batches >= world:
         return
+    make = "makes" if samples == 1 else "make"
     if world == 1:
         raise ValueError(
-            f"split={split!r}: {samples:,} samples make no full batch; use smaller batches, or drop_last=False"
+            f"split={split!r}: {plural(samples, 'sample')} {make} no full batch; use smaller batches, or "
+            "drop_last=False"
         )
     remedy = "raise val_ratio, or validate on fewer ranks" if split == "val" else "use smaller batches, or fewer ranks"
     raise ValueError(
-        f"split={split!r}: {samples:,} samples make {batches} batches, fewer than the {world} ranks that each need at "
-        f"least one an epoch; {remedy}"
+        f"split={split!r}: {plural(samples, 'sample')} {make} {plural(batches, 'batch', 'batches')}, fewer than the "
+        f"{world} ranks that each need at least one an epoch; {remedy}"
     )

@@ -8,6 +8,7 @@ import os
 from typing import TYPE_CHECKING
 
 from hsloader._launch import launch_problem
+from hsloader.monitor.voice import say
 from hsloader.reader.engine import MOST_ENGINES, EngineSettings
 from hsloader.reader.limits import cpu_share, memory_available
 from hsloader.reader.modes import choose_mode
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from hsloader.store.dataset import Dataset
 
 __all__ = ["check_budget", "choose_settings", "possible_options"]
-
-_log = logging.getLogger("hsloader.reader")
 
 _LEAST_SLOTS = 3
 _READERS = {"mmap": 8, "direct": 8, "pread": 8}
@@ -31,7 +30,7 @@ def possible_options(options: ReadOptions) -> ReadOptions:
     problem = launch_problem() if hasattr(os, "memfd_create") else "this system has no memfd"
     if not problem or options.in_process:
         return options
-    _log.warning("reading with threads of this process, which slows the trainer: %s", problem)
+    say(f"reading with threads of this process, which slows the trainer: {problem}", logging.WARNING)
     return dataclasses.replace(options, in_process=True)
 
 

@@ -20,6 +20,8 @@ import numpy.typing as npt
 from hsloader.errors import FeederError, LoaderError
 from hsloader.monitor.header import take_snapshot
 from hsloader.monitor.stats import flat_stats
+from hsloader.monitor.voice import say
+from hsloader.monitor.words import plural
 from hsloader.reader.batch import BAD_BYTES, decode_bad, pack_blob
 from hsloader.reader.choices import check_budget, choose_settings, possible_options
 from hsloader.reader.counters import FeederCounter, ThreadCounter, TrainerCounter
@@ -36,7 +38,6 @@ if TYPE_CHECKING:
 
 __all__ = ["FeederClient"]
 
-_log = logging.getLogger("hsloader.reader")
 
 _MOST_SLOTS = 512
 _TICK = 1.0  # seconds between looks at a feeder that neither answers nor ends
@@ -117,7 +118,7 @@ class FeederClient:
     @property
     def free(self) -> int:
         """Slots that a ``submit`` would find free now."""
-        self._check()
+        self.check()
         self._listen()
         self._collect()
         return sum(self._is_free(slot) for slot in self._slots)
@@ -165,13 +166,13 @@ class FeederClient:
 
     def tell(self, **info: Any) -> None:
         """Say more about the loader to monitors, beside the ``info`` that it was made with."""
-        self._check()
+        self.check()
         self._info |= info
         self._say_what_it_is()
 
     def stats(self) -> dict[str, float]:
         """The ring's counters since the client was made; the names are those of ``hsloader.monitor.stats``."""
-        self._check()
+        self.check()
         return flat_stats(take_snapshot(self._state.ring.fd, self._state.ring.shape))
 
     def __contains__(self, key: object) -> bool:
@@ -179,18 +180,31 @@ class FeederClient:
 
     # The batches.
 
+    def check(self) -> None:
+        """Raise ``LoaderError`` in a process that was forked from the client's, and once it is closed."""
+        if self._state.owner != os.getpid():
+            raise LoaderError(
+                f"this loader belongs to process {self._state.owner}; this one ({os.getpid()}) was forked from it and "
+                "has no feeder. Make the loader in the process that uses it (a torch DataLoader around it needs "
+                "num_workers=0; hsloader reads ahead by itself)"
+            )
+        if self._state.closed:
+            raise LoaderError("the loader is closed; make a new one")
+
     def start(self) -> None:
         """Start the feeder if none runs; does not wait for it."""
-        self._check()
+        self.check()
         if self._state.host is None:
             self._state.host = self._launch()
+            if not self.options.in_process and not self.restarts:
+                prefault_while_starting(self._state.ring)  # last: whatever ends it, the feeder is known to be there
 
     def submit(self, key: int, request: BatchRequest) -> bool:
         """Ask for a batch under ``key``, any int. False if no slot is free; True, and nothing else, if it is asked.
 
         Raises ``ValueError`` for a request that cannot be read or does not fit a slot.
         """
-        self._check()
+        self.check()
         if key in self._keys:
             return True
         self.start()
@@ -213,7 +227,7 @@ class FeederClient:
 
     def ready(self, key: int) -> bool:
         """Whether ``wait(key)`` would return at once."""
-        self._check()
+        self.check()
         self._listen()
         slot = self._keys[key]
         completion = slot.completion()
@@ -225,7 +239,7 @@ class FeederClient:
         Until ``done(key)`` the same call gives the same batch again. ``KeyError``: nothing was asked under ``key``.
         Raises ``FeederError`` if the feeder died more than ``ReadOptions.restarts`` times over this batch.
         """
-        self._check()
+        self.check()
         begun = time.monotonic_ns()
         deadline = None if timeout is None else time.monotonic() + timeout
         counters = self.counters
@@ -279,7 +293,7 @@ class FeederClient:
 
     def hold(self, key: int, owner: object | None = None) -> int:
         """Keep the batch's memory until ``release`` of the number returned, or until ``owner`` is collected."""
-        self._check()
+        self.check()
         slot = self._keys[key]
         self._hold_serial += 1
         number = self._hold_serial
@@ -298,7 +312,7 @@ class FeederClient:
 
     def abandon(self) -> None:
         """Forget every batch that was asked: a new iteration begins. What is not read yet will not be."""
-        self._check()
+        self.check()
         self.counters[TrainerCounter.GENERATION] += 1
         self.counters[TrainerCounter.CANCELLED] += len(self._keys)
         self._keys.clear()
@@ -321,16 +335,6 @@ class FeederClient:
 
     # Inside.
 
-    def _check(self) -> None:
-        if self._state.owner != os.getpid():
-            raise LoaderError(
-                f"this loader belongs to process {self._state.owner}; this one ({os.getpid()}) was forked from it and "
-                "has no feeder. Make the loader in the process that uses it (a torch DataLoader around it needs "
-                "num_workers=0; hsloader reads ahead by itself)"
-            )
-        if self._state.closed:
-            raise LoaderError("the loader is closed; make a new one")
-
     def _say_what_it_is(self) -> None:
         settings = self._settings
         told = {"dataset": settings.path, "fields": self.fields, "mode": settings.mode, "reason": self.mode_reason}
@@ -348,8 +352,6 @@ class FeederClient:
             return ThreadHost(self._state.ring, self._settings)
         host = ProcessHost(self._state.ring, self._settings)
         self.counters[TrainerCounter.FEEDER_PID] = host.pid
-        if not self.restarts:
-            prefault_while_starting(self._state.ring)
         return host
 
     def _listen(self) -> None:
@@ -456,6 +458,10 @@ class FeederClient:
         asked = [slot for slot in self._slots if not slot.acknowledged()]
         forgotten = [slot for slot in asked if self._keys.get(slot.key) is not slot]
         asked = [slot for slot in asked if slot not in forgotten]
+        ring = self._state.ring
+        left = [slot for slot in self._keys.values() if slot.ring is not ring and not slot.acknowledged()]
+        stuck = stuck or bool(left)  # ctrl-C came while the ring was replaced: what is left in the old one moves, too
+        asked += left
         for slot in asked:
             slot.attempts += 1
         if any(slot.attempts > self.options.restarts for slot in asked):
@@ -468,7 +474,8 @@ class FeederClient:
                 self._ask(slot, generation=0)  # the next feeder hands it back unread
         for slot in asked:
             self._ask(slot)
-        _log.warning("%s; it is started again and asked again for %d batches", words, len(asked))
+        again = plural(len(asked), "batch", "batches")
+        say(f"{words}; it is started again and asked for {again} again", logging.WARNING)
         self.counters[TrainerCounter.RESTARTS] += 1
         self._state.host = None
         self.start()
@@ -488,6 +495,7 @@ class FeederClient:
         moved = []
         for slot, new in zip(asked, self._slots, strict=False):
             new.take_over(slot)
+            self._ask(new)  # before it takes the key: a slot that has it is asked, wherever ctrl-C comes
             self._keys[slot.key] = new
             moved.append(new)
         return moved

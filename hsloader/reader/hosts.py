@@ -74,6 +74,7 @@ class ProcessHost:
         self._ring = ring
         self._words = ""
         self._zombie_since = 0.0
+        self._stuck = False
 
     def alive(self) -> bool:
         """See ``Host``."""
@@ -81,13 +82,16 @@ class ProcessHost:
 
     def stuck(self) -> bool:
         """See ``Host``."""
+        if self._stuck:  # for good, also when a close() was interrupted
+            return True
         if not self.alive() or _state(self.pid) != "Z":
             self._zombie_since = 0.0
             return False
         # An ending process is a zombie until its last thread is gone and it is asked for: only what stays one is stuck.
         now = time.monotonic()
         self._zombie_since = self._zombie_since or now
-        return now - self._zombie_since > _STUCK
+        self._stuck = now - self._zombie_since > _STUCK
+        return self._stuck
 
     def remains(self) -> bool:
         """See ``Host``."""

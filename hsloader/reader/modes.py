@@ -97,11 +97,11 @@ def choose_mode(options: ReadOptions, root: Path, stored_bytes: int, find_shard:
             bypass = "busy" if fits else "always"
             drop = bool(options.drop_pages)  # what is read past the page cache leaves nothing to drop
             when = "while decoding is what limits" if fits else "since it does not fit the memory"
-            reason += f", what is not in memory is read by O_DIRECT {when}"
+            reason += f"; what is not in memory is read by O_DIRECT {when}"
     else:
         reason = "asked for"
     if mode == "mmap" and options.in_process:
-        mode, reason = "pread", "in threads of this process, which a truncated file under a map would kill"
+        mode, reason = "pread", "in threads of this process; a truncated file under a map would kill it"
     if mode == "direct":
         shard = find_shard()
         if shard is not None and not supports_direct(shard):

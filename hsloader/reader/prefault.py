@@ -7,6 +7,7 @@ some 200 MB, the first batch of many trainings, which is then there sooner by mo
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 from hsloader.reader.access import populate_for_writing
@@ -26,7 +27,8 @@ def prefault_while_starting(ring: Ring) -> None:
     """
     if cpu_share() > 1:
         ring.slot(0)  # maps them, which only one thread may do
-        threading.Thread(target=_prefault, args=(ring,), name="hsl-prefault", daemon=True).start()
+        with contextlib.suppress(RuntimeError):  # where no more threads are allowed, the feeder gives the pages
+            threading.Thread(target=_prefault, args=(ring,), name="hsl-prefault", daemon=True).start()
 
 
 def _prefault(ring: Ring) -> None:

@@ -70,8 +70,15 @@ def rates(disk: float, ratio: float, decode: dict[int, float], **more: Any) -> R
             rates(4.0, 1.5, {8: 12.0}, pipeline=3.0, pipeline_cold=True),
             None,
             "disk",
-            "disk gives 4.00 x 1.50 = 6.00 GB/s; decode 12.0 with 8 threads; the pipeline reached 3.00, 50 % of that; "
-            "bound by disk",
+            "disk gives 4.00 x 1.50 = 6.00 GB/s; decode 12.0 with 8 threads; the pipeline reached 3.00, 50 % of what "
+            "disk allows; bound by disk",
+        ),
+        (
+            rates(9.0, 1.5, {2: 4.0}, pipeline=0.76),
+            need(0.01),
+            "decode",
+            "you need 0.01 GB/s a GPU; disk gives 9.00 x 1.50 = 13.5 GB/s; decode 4.00 with 2 threads; the pipeline, "
+            "from memory, reached 0.76, 19 % of what decode allows; headspace 400.00x; bound by decode",
         ),
         (
             rates(0.0, 1.5, {2: 4.0}, pipeline=1.0),

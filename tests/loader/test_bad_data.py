@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,18 @@ def test_skip_leaves_the_batch_and_drops_the_sample(
                     assert batch["error_records"] == len({3, 4} & set(samples))
         assert loader.stats()["skipped_samples"] == 2
     assert caplog.text.count("left out, as on_bad='skip' says") == 2
+
+
+def test_what_is_left_out_is_a_line_like_the_others(
+    damaged: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    with DataLoader(damaged, on_bad="skip", **RAW) as loader:
+        list(loader)
+    said = [line for line in capsys.readouterr().err.splitlines() if "left out, as on_bad" in line]
+    assert len(said) == 2
+    assert all(line.startswith("hsloader: sample ") for line in said)
+    assert [line.rpartition(": ")[2] for line in said] == ["1 so far", "2 so far"]
 
 
 def test_skip_asks_for_nothing_twice_but_the_batches_that_lost_samples(damaged: Path) -> None:

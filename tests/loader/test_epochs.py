@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hsloader import DataLoader
@@ -273,6 +274,25 @@ def test_the_opening_line_tells_a_part_from_the_whole(
     sizes = f"{used} ({stored} on disk)" if whole else f"{used} (the whole dataset is {stored} on disk)"
     assert f" {tokens:,} tokens, {sizes}; " in caplog.messages[0]
     assert whole == (tokens == manifest.tokens)
+
+
+@pytest.mark.parametrize("settings", [PACKED, {**RAW, "batch_size": None}], ids=["shifted", "raw"])
+def test_the_opening_line_counts_what_a_pack_leaves_of_a_sample(
+    path: Path, caplog: pytest.LogCaptureFixture, settings: dict[str, Any]
+) -> None:
+    caplog.set_level("INFO", "hsloader")
+    with open_dataset(path) as dataset:
+        samples = np.flatnonzero(dataset.lengths > 6).tolist()
+        whole = int(dataset.lengths[samples].sum())
+        with DataLoader(dataset, **{**settings, "max_tokens": 5, "samples": samples}) as loader:
+            list(loader)
+            handed_out = int(loader.stats()["tokens"])
+    count = len(samples)
+    assert handed_out == 5 * count
+    assert f"data.hs: {count} samples, {handed_out} tokens, " in caplog.text
+    assert f"train: {count} samples -> {count}: {count} cut to 5 tokens ({whole - handed_out} tokens less)" in (
+        caplog.text.replace(",", "")
+    )
 
 
 def test_train_and_val_share_the_dataset(path: Path) -> None:

@@ -107,8 +107,10 @@ def test_a_killed_feeder_is_replaced(script: Script) -> None:
     body = COUNT.format(step="if len(seen) == 6: os.kill(feeder(), signal.SIGKILL)")
     status, out, err = script.run(body)
     assert (status, out) == (0, "samples 24\n"), err
-    assert "started again" in err
-    assert "SIGKILL" in err
+    (line,) = [line for line in err.splitlines() if "is started again" in line]
+    assert line.startswith("hsloader: feeder (process ")
+    assert "SIGKILL" in line
+    assert line.endswith((" batch again", " batches again"))
 
 
 def test_a_feeder_that_always_dies_ends_in_an_error(script: Script) -> None:
@@ -240,6 +242,27 @@ print("samples", 2 + sum(len(batch) for batch in batches))
     status, out, err = script.run(body)
     assert status == 0, err
     assert "was forked from it" in out
+    assert out.endswith("samples 24\n")
+
+
+@pytest.mark.parametrize("call", ["iter(loader)", "loader.stats()"])
+def test_a_forked_child_is_told_so_by_whatever_it_calls_first(script: Script, call: str) -> None:
+    body = f"""
+import warnings
+warnings.simplefilter("ignore")
+pid = os.fork()
+if not pid:
+    try:
+        {call}
+    except hsloader.LoaderError as error:
+        print(error, flush=True)
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+print("samples", sum(len(batch) for batch in loader))
+"""
+    status, out, err = script.run(body)
+    assert status == 0, err
+    assert "was forked from it" in out, err
     assert out.endswith("samples 24\n")
 
 

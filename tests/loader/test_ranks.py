@@ -37,6 +37,17 @@ dist.destroy_process_group()
     assert "Ranks(rank=0, world=1, source='torch.distributed')" in done.stdout, done.stderr
 
 
+def test_batches_of_a_scripts_own_sampler_are_those_of_its_rank(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "hsloader")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with DataLoader(path, trainer="raw", batch_sampler=[[0], [1], [2], [3]], log_every=0) as loader:
+        iter(loader)
+    assert "; 4 batches an epoch on each of 2 ranks; reads by" in caplog.text
+
+
 def test_another_rank_at_iter_is_an_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with DataLoader(path, **PACKED) as loader:
         monkeypatch.setenv("RANK", "1")

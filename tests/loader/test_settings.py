@@ -34,7 +34,9 @@ def test_a_device_that_is_not_there_is_refused_at_once(path: Path, monkeypatch: 
     ("given", "words"),
     [
         ({}, "trainer= is missing.*speculators-0.9"),
-        ({"trainer": "raw", "num_workers": 4}, r"no keyword num_workers=.*ReadOptions\(threads"),
+        ({"trainer": "raw", "num_workers": 4}, r"no keyword num_workers=.*processes of its own.*ReadOptions\(threads"),
+        ({"trainer": "raw", "read": {"threads": 2}}, r"read=.*: say read=hsloader\.ReadOptions\(threads=2\)$"),
+        ({"trainer": "raw", "read": "mmap"}, r"read='mmap': say read=hsloader\.ReadOptions\(\.\.\.\)$"),
         ({"trainer": "raw", "max_tokns": 512}, "did you mean max_tokens="),
         ({"trainer": "raw", "zzz": 1}, "there are trainer, variant"),
     ],
@@ -44,6 +46,16 @@ def test_a_wrong_keyword_is_answered_with_the_right_one(
 ) -> None:
     with pytest.raises(TypeError, match=words):
         make(path, **given)
+
+
+def test_a_loader_in_a_dataloader_and_an_index_are_answered(path: Path) -> None:
+    with DataLoader(path, trainer="raw", log_every=0) as loader:
+        with pytest.raises(TypeError, match=r"iterated, not indexed.*HiddenStateDataset"):
+            next(iter(torch.utils.data.DataLoader(loader, batch_size=None)))  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="iterated, not indexed"):
+            loader[0]
+    with pytest.raises(TypeError, match=r"iterated, not indexed.*open_dataset\(path\)\[i\]"):
+        HiddenStateDataset(path, trainer="raw")[0]
 
 
 def test_whole_numbers_of_any_type_are_taken(path: Path) -> None:

@@ -97,7 +97,19 @@ def test_each_worker_reports_stalls_as_its_rank_and_the_first_speaks(
         assert ("first batch" in caplog.text) == (worker == 0)
         caplog.clear()
         loader._connection.reporter.stalled(12.0)  # type: ignore[union-attr]
-    assert caplog.messages[0].startswith("next() has waited 12 s")  # no "rank 1: "
+    assert caplog.messages[0].startswith(f"worker {worker} of 2: next() has waited 12 s")  # no "rank 1: "
+
+
+def test_lines_of_one_worker_say_so(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "hsloader")
+    settings = LoaderSettings.of({**RAW, "read": ReadOptions(in_process=True)})
+    with DataLoader._planned(path, settings, Share(0, 2)) as loader:
+        assert len(list(loader)) == 6
+        len(loader)  # sees that the epoch is over
+    assert caplog.messages[0].startswith("worker 0 of 2: ")
+    assert "; 6 of 12 batches an epoch; reads by pread (in threads of this process), ring of" in caplog.messages[0]
+    assert [text.partition(":")[0] for text in caplog.messages] == 3 * ["worker 0 of 2"]
+    assert caplog.messages[2].startswith("worker 0 of 2: epoch 0 is over")
 
 
 @pytest.mark.parametrize("workers", [0, 1])

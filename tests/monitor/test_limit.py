@@ -162,6 +162,70 @@ def test_where_the_limit_is(after: Snapshot, limit: Limit, words: str) -> None:
     assert words in found.sentence
 
 
+def _waits(*milliseconds: float) -> dict[TrainerCounter, int]:
+    """The counters of so many ``next()``, the first of which began the iteration."""
+    counters = [0] * 64
+    for spent in milliseconds:
+        count_wait(counters, int(spent * 1e6))
+    found = {place: counters[place] for place in range(TrainerCounter.WAITS, 64)}
+    found |= {TrainerCounter.NEXT_NS: int(sum(milliseconds) * 1e6), TrainerCounter.BATCHES: len(milliseconds)}
+    found |= {TrainerCounter.POSITION: len(milliseconds), TrainerCounter.FIRST_NEXT_NS: int(milliseconds[0] * 1e6)}
+    return found  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "waits", "limit", "proof"),
+    [
+        (
+            5.0,
+            [330] + 19 * [0.5],
+            Limit.TRAINER,
+            "the first batch was waited for 0.33 s, and then the trainer waited for data 0.2 % of the time",
+        ),
+        (1.0, [800], Limit.STARTING, "the first batch was waited for 0.80 s"),
+        (
+            10.0,
+            [330] + 10 * [0.5] + [3000] + 20 * [0.5],
+            Limit.STALLED,
+            "one batch of 32 was waited for 3.0 s, and else the trainer waited for data 0.2 % of the time",
+        ),
+        (
+            5.0,
+            [1] + 10 * [0.5] + [400] + 9 * [0.5],
+            Limit.TRAINER,
+            "one batch of 21 was waited for 0.40 s, and else the trainer waited for data 0.2 % of the time",
+        ),
+        (10.0, 20 * [100], Limit.LATENCY, "2 read threads spent 0 % of it in reads"),
+        (10.0, [100, 3000, 100], Limit.STALLED, "one batch of 3 was waited for 3.0 s"),
+        (10.0, [100, 3000], Limit.LATENCY, "2 read threads"),  # of two, neither is the exception
+    ],
+    ids=["start", "start-only", "stall", "hiccup", "every-batch", "few", "two"],
+)
+def test_a_single_wait_is_told_from_a_limit(seconds: float, waits: list[float], limit: Limit, proof: str) -> None:
+    found = limit_of(snapshot(), snapshot(seconds, _waits(*waits)))
+    assert found.limit is limit
+    assert proof in found.sentence
+    line = heartbeat_text(snapshot(), snapshot(seconds, _waits(*waits)), found)
+    assert f"; {limit}: {proof}" in line
+    assert found.advice.startswith("DataLoader(stall_after=1)") == (limit is Limit.STALLED)
+
+
+def test_a_busy_disk_that_keeps_a_few_batches_waiting_is_no_stall() -> None:
+    busy = (*(row(1, read_ns=9 * _S, read_bytes=1_500_000_000) for _ in range(2)), *(row(2) for _ in range(3)))
+    assert limit_of(snapshot(), snapshot(10, _waits(100, 3000, 100), threads=busy)).limit is Limit.DISK
+
+
+def test_the_first_wait_of_an_earlier_interval_is_none_of_this() -> None:
+    """A loader that waited for its first batch in the last half minute and for a tenth of this one."""
+    before = snapshot(0, _waits(*[900] + 9 * [1]))
+    after = snapshot(10, _waits(*[900] + 9 * [1] + 10 * [100]))
+    assert limit_of(before, after).limit is Limit.LATENCY
+    again = _waits(*[900] + 9 * [1] + 10 * [100])  # a new iteration of three batches, with a wait for its first
+    again |= {TrainerCounter.POSITION: 3, TrainerCounter.FIRST_NEXT_NS: 980_000_000}
+    found = limit_of(before, snapshot(10, again))
+    assert (found.limit, found.proof.partition(",")[0]) == (Limit.TRAINER, "the first batch was waited for 0.98 s")
+
+
 def test_statistics_over_a_window_and_since_the_start() -> None:
     before = snapshot(0, {TrainerCounter.TOKENS: 1_000, TrainerCounter.BATCHES: 10})
     after = snapshot(
@@ -220,6 +284,8 @@ def test_lines_name_what_matters() -> None:
         "data.hs: 10,000 samples, 16,200,000 tokens, 924 GB (626 GB on disk); 1,250 batches an epoch"
     )
     assert text.endswith("reads by mmap (a local file system), ring of 4 batches, 1.88 GB")
+    worker = opening_text(replace(opening, world=1, batches=3, rank_batches=6))
+    assert "on disk); 3 of 6 batches an epoch; reads by" in worker
     part = opening_text(replace(opening, samples=980, raw_bytes=90 * 10**9, whole=False))
     assert "16,200,000 tokens, 90 GB (the whole dataset is 626 GB on disk); 1,250 batches" in part
     after = _ready(
@@ -239,6 +305,8 @@ def test_lines_name_what_matters() -> None:
     assert beat.endswith("of 8 ranks here rank 5 waits most: 7.0 %")
     summary = epoch_text(snapshot(), after, 0).splitlines()
     assert summary[0] == "epoch 0 was left after 50 of 1,250 batches"
+    assert any(line.startswith("  limit      trainer-bound: ") for line in summary)
+    assert "limit" not in epoch_text(snapshot(), replace(after, at=START + _S // 2), 0)  # too short for a verdict
     whole = _ready(10, {TrainerCounter.BATCHES: 50, TrainerCounter.POSITION: 50, TrainerCounter.EPOCH_BATCHES: 50})
     whole = replace(whole, info={"split": "val"})
     assert epoch_text(snapshot(), whole, 3).startswith("epoch 3 of val is over\n")

@@ -74,6 +74,7 @@ def test_top_lists_the_loaders_of_this_machine(tmp_path: Path) -> None:
     assert row["dataset"] == str(tmp_path / "data.hs")
     assert (row["rank"], row["world"], row["job"]) == (3, 8, "mine")
     assert row["slots"] == 4
+    assert "of data" in row["reason"]  # all of it: the opening line has the first words
     assert row["read_bytes_per_second"] >= 0
     assert row["limit"] in ("trainer-bound", "latency-bound", "disk-bound", "decode-bound")
     assert re.search(rf"^ +{process.pid} +3/8 +data\.hs ", text, re.MULTILINE)

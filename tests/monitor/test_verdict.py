@@ -75,6 +75,24 @@ def test_workers_at_the_limit_of_a_disk() -> None:
     assert "nothing is deadlocked; a batch of 8 needs 2.5 s at this rate" in found.sentence
 
 
+def test_a_dataset_of_hsloader_is_not_to_be_converted() -> None:
+    host = HostReport(cpus=8, disks={"vda": (0.98, 310e6)})
+    readers = _readers(2, 310e6)
+    assert "hsloader convert" in judge(_situation(_trainer(Wait.POLL), *readers, host=host)).advice
+    shard = _file(path="/data/x.hs/segments/000003/hidden_states/c.0.0.0")
+    readers = [dataclasses.replace(reader, file=shard, files=(shard,)) for reader in readers]
+    found = judge(_situation(_trainer(Wait.POLL), *readers, host=host))
+    assert found.kind is Kind.DISK
+    assert found.advice == (
+        "these files are a dataset of hsloader already: hsloader top shows its loaders, hsloader bench what the disk "
+        "can do"
+    )
+    busy = [dataclasses.replace(p, disk_rate=0.0, cpu=0.98, wait=Wait.RUNNING) for p in readers]
+    found = judge(_situation(_trainer(Wait.POLL), *busy))
+    assert (found.kind, "num_workers=0" in found.advice) == (Kind.WORKER_CPU, True)
+    assert "convert" not in found.advice
+
+
 def test_one_worker_stuck_on_a_file_server() -> None:
     nfs = _file(file_system="nfs4", server="nas1", remote=True)
     stuck = _process(2, Wait.READ, still=95.0, file=nfs, files=(nfs,), channel="rpc_wait_bit_killable", call="read")

@@ -126,6 +126,8 @@ def test_fewer_batches_than_ranks_are_refused_with_the_remedy() -> None:
     check_share(4, 4, split="val", samples=40)
     with pytest.raises(ValueError, match=r"40 samples make 3 batches, fewer than the 4 ranks.*raise val_ratio"):
         check_share(3, 4, split="val", samples=40)
+    with pytest.raises(ValueError, match="1 sample makes 1 batch, fewer than the 2 ranks"):
+        check_share(1, 2, split="val", samples=1)
     with pytest.raises(ValueError, match="use smaller batches, or fewer ranks"):
         check_share(0, 2, split="train", samples=2)
     with pytest.raises(ValueError, match="2 samples make no full batch; use smaller batches, or drop_last=False"):

@@ -135,6 +135,7 @@ def test_auto(machine: Callable[..., None], case: tuple[str, bool, int, tuple[fl
     assert (chosen.mode, chosen.drop_pages, chosen.local) == (mode, drop, local)
     assert words in chosen.reason
     assert name in chosen.reason
+    assert len(chosen.reason.partition("; ")[0]) < 70  # what the opening line of a loader says of it
 
 
 def test_what_was_asked_for_is_done_or_refused(machine: Callable[..., None]) -> None:

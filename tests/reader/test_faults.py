@@ -10,17 +10,21 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from hsloader._launch import Child
 from hsloader.errors import FeederError, LoaderError
-from hsloader.reader import hosts
+from hsloader.reader import hosts, prefault
 from hsloader.reader.client import FeederClient
 from hsloader.reader.counters import TrainerCounter
+from hsloader.reader.lease import Slot
 from hsloader.store.dataset import Dataset
 from tests.reader.making import (
     assert_filled,
@@ -139,6 +143,50 @@ def test_a_feeder_that_leaves_a_thread_in_the_kernel(
     assert any("hangs in the kernel" in record.getMessage() for record in caplog.records)
 
 
+@pytest.mark.parametrize("place", ["close", "_say_what_it_is", "_ask", "take_over"])
+@pytest.mark.parametrize("calls", [1, 2])
+def test_ctrl_c_while_the_ring_is_replaced(
+    usual: Dataset, monkeypatch: pytest.MonkeyPatch, place: str, calls: int
+) -> None:
+    """Whatever was moved by then, the next call brings every batch, in a ring that the stuck feeder does not have."""
+    left = calls
+
+    def interrupted(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if not left:
+                raise KeyboardInterrupt
+            return original(*args)
+
+        return call
+
+    monkeypatch.setattr(hosts, "_GRACE", 0.05)
+    rng = np.random.default_rng(27)
+    requests = [random_request(rng, usual) for _ in range(3)]
+    with make_client(usual) as client:
+        client.start()
+        host = client._state.host
+        assert isinstance(host, hosts.ProcessHost)
+        os.kill(host.pid, signal.SIGSTOP)
+        for key, request in enumerate(requests):
+            client.submit(key, request)
+        monkeypatch.setattr(host, "_stuck", True)  # as one whose thread hangs in the kernel
+        old = client.ring
+        owner = {"close": Child, "take_over": Slot}.get(place, FeederClient)
+        monkeypatch.setattr(owner, place, interrupted(getattr(owner, place)))
+        if place in ("_ask", "take_over") or calls == 1:
+            with pytest.raises(KeyboardInterrupt):
+                client.wait(0, 20)
+        for key, request in enumerate(requests):
+            assert_filled(usual, request, client.wait(key, 20))
+        assert client.ring is not old
+        for key in range(3):
+            client.done(key)
+        assert client.free == client.slots
+        monkeypatch.undo()
+
+
 SCRIPT = """
     import os, signal, sys, time
     from hsloader.store.dataset import open_dataset
@@ -205,6 +253,35 @@ def test_signals_to_the_whole_group_leave_the_feeder_alone(usual: Dataset) -> No
         client.submit(0, request)
         assert_filled(usual, request, client.wait(0, 20))
         assert client.restarts == 0
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_pages_that_cannot_be_given_ahead_cost_no_feeder(
+    usual: Dataset, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """Threads may be limited, and ctrl-C may come: the feeder that was just started is used, and closed."""
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == "hsl-prefault":
+            raise error
+        start(thread)
+
+    monkeypatch.setattr(prefault, "cpu_share", lambda: 2)
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with make_client(usual) as client:
+        if error is KeyboardInterrupt:
+            with pytest.raises(KeyboardInterrupt):
+                client.start()
+        else:
+            client.start()
+        pid = client.pid
+        assert pid is not None
+        request = random_request(np.random.default_rng(26), usual)
+        client.submit(0, request)
+        assert_filled(usual, request, client.wait(0, 20))
+        assert client.pid == pid
+    assert not runs(pid)
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
