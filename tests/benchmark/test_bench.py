@@ -427,5 +427,5 @@ def test_the_page_is_one_file_with_its_plots(tmp_path: Path) -> None:
 def test_without_matplotlib_the_page_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"pip install hsloader\[report\]"):
+    with pytest.raises(ImportError, match=r"pip install 'hsloader\[report\]'"):
         made_up().save(tmp_path / "page.html")
