@@ -87,6 +87,6 @@ def plot(results: dict[str, Any], path: Path) -> None:
             axes.set_yticks(list(places), [row["name"] for row in rows])
             axes.tick_params(axis="y", length=0)
             axes.set_xlabel("GB/s of decoded tensors in the consumer")
-            axes.set_title(f"{kind}: hidden size {held['hidden']}, {held['tokens']} tokens a sample", loc="left")
+            axes.set_title(f"{kind}: {held['tokens']} tokens of {held['hidden']} values", loc="left")
             axes.legend(frameon=False, loc="lower right")
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
