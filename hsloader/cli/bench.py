@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,11 +24,6 @@ if TYPE_CHECKING:
 __all__ = ["bench"]
 
 _SCRATCH = 1 << 30
-# A keyword of ``hsloader.bench``, no part of a path; a plain word is one only where a text begins with its value.
-_KEYWORD = re.compile(
-    r"(^(?:gpus|seconds|threads)(?==)|"
-    r"(?<![\w/.-])(?:tokens_per_second|step_ms|tokens_per_step|scratch_bytes|hidden_size|drop_cache))(=|(?![\w/.-]))"
-)
 
 
 @clear_errors
@@ -109,7 +103,7 @@ def bench(
         except ValueError as problem:
             if traceback or measuring:
                 raise
-            raise typer.BadParameter(_in_options(str(problem))) from None
+            raise typer.BadParameter(output.in_options(str(problem))) from None
     if as_json:
         output.print_json(found.to_dict())
     else:
@@ -120,13 +114,6 @@ def bench(
             output.line()
             output.line(f"the page with plots: {output.printable(report)}")
     return 0
-
-
-def _in_options(text: str) -> str:
-    """A text of the API, its keywords as the options they are here (``step_ms=0`` is ``--step-ms 0``)."""
-    return _KEYWORD.sub(
-        lambda match: f"--{match[1].removesuffix('_bytes').replace('_', '-')}{' ' if match[2] else ''}", text
-    )
 
 
 def _check_page(page: Path) -> None:
@@ -167,7 +154,7 @@ def _print(found: BenchReport) -> None:
             used = [i for i in range(len(HEADINGS)) if any(row[i] for row in rows)]
             table = [[row[i] for i in used] for row in (list(HEADINGS), *rows)]
             output.columns(table, right=[used.index(i) for i in (2, 3, 4, 5) if i in used])
-    output.listing("notes", [(_in_options(note), "") for note in found.notes], style="dim")
+    output.listing("notes", [(output.in_options(note), "") for note in found.notes], style="dim")
     output.heading("verdict")
     headspace = found.verdict.headspace
     output.line(

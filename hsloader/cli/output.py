@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 
 import typer
 
+from hsloader.monitor import words
+
 __all__ = [
     "bytes_text",
     "columns",
@@ -37,14 +39,16 @@ __all__ = [
 ]
 
 _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
-# Keywords of hsloader.convert that are no words of English, alone or with a value; not in a path or a call.
+# Keywords of hsloader.convert and hsloader.bench, alone or with a value; not in a path or a call.  One that is a word
+# of English is a keyword only where a text begins with its value.
 _KEYWORD = re.compile(
-    r"(?<![\w/.('\"-])(?P<name>bf16_as|segment_size|typical_length|trim_padding|hidden_size|num_layers|layer_ids"
-    r"|layer_convention|norm_state|vocab_size|read_back|delete_source|allow_unknown)"
-    r"(?:=(?P<value>'[^']*'|\.\.\.|\w+)|(?![\w/=]|\.\w))"
+    r"(?:^(?P<word>gpus|seconds|threads)(?==)|(?<![\w/.'\"-])(?<!\w\()(?P<name>bf16_as|segment_size|typical_length"
+    r"|trim_padding|hidden_size|num_layers|layer_ids|layer_convention|norm_state|vocab_size|read_back|delete_source"
+    r"|allow_unknown|tokens_per_second|step_ms|tokens_per_step|scratch_bytes|drop_cache))"
+    r"(?:=(?P<value>'[^']*'|\.\.\.|-?[\w.]*\w)|(?![\w/=]|\.\w))"
 )
 _IN_PYTHON = re.compile(r" \(in Python [a-z_]+=\w+\)")
-_OPTIONS = {"read_back": "--no-read-back"}  # what is not called as in Python
+_OPTIONS = {"read_back": "--no-read-back", "scratch_bytes": "--scratch"}  # what is not called as in Python
 _LISTED = 20  # of a long list of files, so many are shown; --json has all
 
 
@@ -89,7 +93,7 @@ def count(number: int, noun: str = "", plural: str = "") -> str:
     """``"1 sample"``, ``"10,000 samples"``; without a noun the number alone."""
     if not noun:
         return f"{number:,}"
-    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+    return words.plural(number, noun, plural or None)
 
 
 def named(count_text: str, names: Sequence[str], most: int = 3) -> str:
@@ -213,7 +217,7 @@ def in_options(text: str) -> str:
 
 
 def _option(match: re.Match[str]) -> str:
-    name, value = match["name"], (match["value"] or "").strip("'")
+    name, value = match["name"] or match["word"], (match["value"] or "").strip("'")
     option = _OPTIONS.get(name) or f"--{name.replace('_', '-')}"
     if value in ("", "True", "False"):
         return option

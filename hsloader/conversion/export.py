@@ -14,10 +14,10 @@ import numpy as np
 from hsloader.conversion.fp8 import is_encoded, made_scales, restored_bits, source_row_bytes
 from hsloader.conversion.report import Progress, ProgressCallback
 from hsloader.conversion.space import demand_space
-from hsloader.conversion.words import number_of
 from hsloader.errors import ConversionError
 from hsloader.formats.layouts import Layout, layout_named
 from hsloader.formats.writing import NO_PLACE, WRITABLE, safetensors_metadata, sample_writer
+from hsloader.monitor.words import plural
 from hsloader.store.dataset import Dataset, open_dataset
 from hsloader.store.fields import Field
 
@@ -141,7 +141,7 @@ def _notes(dataset: Dataset, layout: Layout, lost: int) -> tuple[str, ...]:
         for name in sorted(NO_PLACE.get(layout.name, frozenset()) & dataset.fields.keys())
     ]
     if lost:
-        notes.append(f"the extras of {number_of(lost, 'sample')} have no place in this layout: they are not written")
+        notes.append(f"the extras of {plural(lost, 'sample')} have no place in this layout: they are not written")
     if layout.name == _WITHOUT_EXTRAS and "loss_mask" not in dataset.fields:
         notes.append("the dataset has no loss_mask, which this layout needs: every token is written as supervised")
     if rounded := [field.name for field in dataset.fields.values() if is_encoded(field)]:

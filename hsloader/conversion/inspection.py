@@ -14,11 +14,11 @@ from hsloader.conversion.agreement import LEAST_SHARE, Kind, kind_text, kinds_of
 from hsloader.conversion.probe import NormProbe, row_norms
 from hsloader.conversion.report import Progress, ProgressCallback, Quarantined
 from hsloader.conversion.settings import cores
-from hsloader.conversion.words import number_of
 from hsloader.formats.discover import Skipped, discover
 from hsloader.formats.producer_settings import ProducerSettings
 from hsloader.formats.source import Hints, SampleSource
 from hsloader.formats.survey import survey
+from hsloader.monitor.words import plural
 
 __all__ = ["Inspection", "inspect"]
 
@@ -122,7 +122,7 @@ def inspect(
 def _notes(samples: Sequence[SampleSource], kinds: Mapping[Kind, int]) -> tuple[str, ...]:
     """Anomalies in words: what the files' readers noted, and more than one kind."""
     notes = Counter(note for sample in samples for note in sample.notes)
-    lines = [f"{note} ({number_of(count, 'sample')})" for note, count in sorted(notes.items())]
+    lines = [f"{note} ({plural(count, 'sample')})" for note, count in sorted(notes.items())]
     if len(kinds) > 1:
         lines.append(f"samples of {len(kinds)} kinds: those that are not of the most frequent one are left out")
     return tuple(lines)

@@ -15,11 +15,11 @@ from hsloader.conversion.provenance import provenance_of
 from hsloader.conversion.report import Quarantined
 from hsloader.conversion.settings import ConvertSettings, cores
 from hsloader.conversion.sources import UNREAD, SourceComparison, source_identity
-from hsloader.conversion.words import number_of
 from hsloader.errors import ConversionError
 from hsloader.formats.discover import Discovery, Skipped
 from hsloader.formats.source import Hints, Identity
 from hsloader.formats.survey import Survey, survey
+from hsloader.monitor.words import plural
 from hsloader.store.fields import Field
 from hsloader.store.layout import RowLayout, choose_layout
 from hsloader.store.manifest import MANIFEST_NAME, Provenance
@@ -124,7 +124,7 @@ def nothing_to_convert(src: str, bad: Sequence[Quarantined], sidecars: Sequence[
             f"{src}: expected producers' files, found a dataset that is converted already; `hsloader info` describes "
             "it, `hsloader export` writes producers' files from it"
         )
-    what = f"none of the {number_of(len(bad), 'sample')} can be taken" if bad else "no samples found"
+    what = f"none of the {plural(len(bad), 'sample')} can be taken" if bad else "no samples found"
     lines = [f"{src}: {what}, so nothing was written", *_bad_lines(bad)]
     if sidecars:
         lines.append(f"other files ({len(sidecars):,}):")

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from hsloader.conversion.settings import ConvertSettings
-from hsloader.conversion.words import number_of
 from hsloader.formats.layouts import LAYOUTS
 from hsloader.formats.producer_settings import ProducerSettings
+from hsloader.monitor.words import plural
 from hsloader.store.fields import Field
 from hsloader.store.manifest import Provenance
 
@@ -105,7 +105,7 @@ def _after_layer(written: Sequence[int], convention: str, states: Field | None) 
             after = after[:-1]
         if len(after) != layers:
             raise ValueError(
-                f"layer_ids names {number_of(len(written), 'layer')} ({', '.join(map(str, written))}), the samples "
+                f"layer_ids names {plural(len(written), 'layer')} ({', '.join(map(str, written))}), the samples "
                 f"have {layers} in hidden_states; name exactly those (the last state's may follow)"
             )
     if any(i < -1 for i in after):

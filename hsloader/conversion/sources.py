@@ -9,10 +9,10 @@ from pathlib import Path
 
 from hsloader.conversion.plan import file_of
 from hsloader.conversion.state import State
-from hsloader.conversion.words import number_of
 from hsloader.errors import SettingsChangedError
 from hsloader.formats.discover import Discovery
 from hsloader.formats.source import Identity, SampleSource
+from hsloader.monitor.words import plural
 
 __all__ = ["UNREAD", "SourceComparison", "source_identity"]
 
@@ -178,7 +178,7 @@ class SourceComparison:
             lines.append(f"  {names[0]}{more}: {reason}")
         number = len(changed) + sum(map(len, self._unread.values()))
         raise SettingsChangedError(
-            f"{number_of(number, 'source file')} {'is' if number == 1 else 'are'} not as planned:\n"
+            f"{plural(number, 'source file')} {'is' if number == 1 else 'are'} not as planned:\n"
             + "\n".join(lines)
             + "\nPut the files back (a copy counts as another file), convert to another destination, or say --replan "
             "(in Python replan=True): it keeps every segment that is listed (whatever happened to its sources since) "
@@ -197,12 +197,12 @@ class SourceComparison:
         lines = []
         if self.old:
             lines.append(
-                f"{number_of(len(self.old), 'source file')} changed after conversion (for example {min(self.old)}); "
+                f"{plural(len(self.old), 'source file')} changed after conversion (for example {min(self.old)}); "
                 "the dataset keeps what it has"
             )
         if self._unrecorded:
             lines.append(
-                f"{number_of(self._unrecorded, 'sample')}: converted by an older version, which did not record their "
+                f"{plural(self._unrecorded, 'sample')}: converted by an older version, which did not record their "
                 "arrow files: whether their masks changed since cannot be told"
             )
         return lines

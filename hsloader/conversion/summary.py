@@ -15,8 +15,8 @@ from hsloader.conversion.provenance import advice
 from hsloader.conversion.report import PlanSummary, Quarantined
 from hsloader.conversion.settings import ConvertSettings, cores
 from hsloader.conversion.space import SegmentSize, free_bytes, most_ahead, peak_bytes, same_file_system
-from hsloader.conversion.words import number_of
 from hsloader.formats.discover import Skipped
+from hsloader.monitor.words import plural
 from hsloader.store.manifest import Provenance
 
 __all__ = ["counted", "summarize"]
@@ -104,7 +104,7 @@ def _losses(probe: Probe) -> list[str]:
 def counted(plans: Sequence[Plan]) -> list[str]:
     """The notes of the samples, each with the number of samples it is about."""
     notes: Counter[str] = sum((Counter(plan.notes) for plan in plans), Counter())
-    return [f"{note} ({number_of(count, 'sample')})" for note, count in sorted(notes.items())]
+    return [f"{note} ({plural(count, 'sample')})" for note, count in sorted(notes.items())]
 
 
 def _sizes(pending: Sequence[tuple[Plan, PlannedSegment]], probe: Probe) -> list[SegmentSize]:

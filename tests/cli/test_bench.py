@@ -10,7 +10,7 @@ import pytest
 
 import hsloader
 from hsloader.benchmark.api import BenchProgress
-from hsloader.cli.bench import _in_options
+from hsloader.cli.output import in_options
 from tests.cli.conftest import Run
 
 
@@ -89,10 +89,13 @@ def test_half_of_a_need_is_a_mistake_on_the_command_line(run: Run, dataset: Path
         ("/a/step_ms/hidden_size=2: no dataset", "/a/step_ms/hidden_size=2: no dataset"),
         ("(drop_cache lets the benchmark", "(--drop-cache lets the benchmark"),
         ("try ReadOptions(threads=4)", "try ReadOptions(threads=4)"),
+        ("step_ms=0.0: expected a number above 0", "--step-ms 0.0: expected a number above 0"),
+        ("give hsloader.DataLoader(norm_state='pre')", "give hsloader.DataLoader(norm_state='pre')"),
+        ("norm_state='pre' or layer_ids=...", "--norm-state pre or --layer-ids ..."),
     ],
 )
 def test_keywords_are_told_as_options(text: str, said: str) -> None:
-    assert _in_options(text) == said
+    assert in_options(text) == said
 
 
 def test_a_report_without_matplotlib_says_what_a_shell_takes(
