@@ -76,11 +76,6 @@ class Tensor:
         shape[axis] = stop - start
         return replace(self, shape=tuple(shape), offset=self.offset + start * self.stride[axis])
 
-    def move_to_front(self, axis: int) -> Tensor:
-        """The tensor with ``axis`` as its first one."""
-        order = [axis, *(i for i in range(len(self.shape)) if i != axis)]
-        return replace(self, shape=tuple(self.shape[i] for i in order), stride=tuple(self.stride[i] for i in order))
-
     def split_last(self, parts: int) -> Tensor:
         """The last axis of width ``parts * w`` as two axes ``[parts, w]``."""
         width, step = self.shape[-1] // parts, self.stride[-1]

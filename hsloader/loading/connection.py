@@ -110,7 +110,6 @@ class Connection:
                 whole=tokens == dataset.manifest.tokens and set(needs) == set(dataset.fields),
                 batches=batches,
                 rank_batches=rank_batches,
-                rank=self.ranks.rank,
                 world=self.ranks.world,
                 mode=client.mode,
                 reason=client.mode_reason.partition("; ")[0],  # the monitors have all of it

@@ -31,7 +31,6 @@ class Opening:
     whole: bool = True
     batches: int
     rank_batches: int | None = None
-    rank: int = 0
     world: int = 1
     mode: str
     reason: str

@@ -277,7 +277,7 @@ def test_quantiles_of_waits_are_right_within_their_class() -> None:
 def test_lines_name_what_matters() -> None:
     opening = Opening(
         dataset="data.hs", samples=10_000, tokens=16_200_000, raw_bytes=924 * 10**9, stored_bytes=626 * 10**9,
-        batches=1250, rank=0, world=8, mode="mmap", reason="a local file system", slots=4, slot_bytes=470_000_000,
+        batches=1250, world=8, mode="mmap", reason="a local file system", slots=4, slot_bytes=470_000_000,
     )  # fmt: skip
     text = opening_text(opening)
     assert text.startswith(
