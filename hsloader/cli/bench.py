@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
@@ -78,11 +78,12 @@ def bench(
     import hsloader
 
     measuring = False
-    with _signals_that_clean_up(), ProgressDisplay(quiet=quiet or as_json) as display:
+    with _signals_that_clean_up() as leave_if_told, ProgressDisplay(quiet=quiet or as_json) as display:
 
         def show(state: BenchProgress) -> None:
             nonlocal measuring
             measuring = True
+            leave_if_told()
             done = min(state.elapsed, state.seconds)
             display.show("bench", int(done), int(state.seconds), unit="s", rate=0.0, note=f"{state.part}: {state.name}")
 
@@ -125,21 +126,32 @@ def _check_page(page: Path) -> None:
 
 
 @contextlib.contextmanager
-def _signals_that_clean_up() -> Iterator[None]:
-    """A signal that ends the command runs its clean-up first; one that is ignored, as by nohup, stays so."""
+def _signals_that_clean_up() -> Iterator[Callable[[], None]]:
+    """A signal that ends the command runs its clean-up first; one that is ignored, as by nohup, stays so.
+
+    What a handler raises while a finalizer runs, Python drops.  So it is raised again by what this gives, and at the
+    end at the latest.
+    """
+    told: list[int] = []
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        told.append(number)
+        leave_if_told()
+
+    def leave_if_told() -> None:
+        if told:
+            raise SystemExit(128 + told[0])
+
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     ours = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
     for number in ours:
-        signal.signal(number, _leave)
+        signal.signal(number, leave)
     try:
-        yield
+        yield leave_if_told
+        leave_if_told()
     finally:
         for number, handler in ours.items():
             signal.signal(number, handler or signal.SIG_DFL)
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
 
 
 def _print(found: BenchReport) -> None:

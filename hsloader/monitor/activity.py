@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Sequence
 
 from hsloader.monitor.files import file_system_text, is_data_file
@@ -82,25 +83,25 @@ def _reading(s: Situation) -> Verdict | None:
         return _worker_cpu(s, busy) if busy and waits is not None else None
     rate, from_disk = sum(p.rate for p in active), sum(p.disk_rate for p in active)
     sizes = [f.size for p in active for f in p.files if f.size]
-    mean = sum(sizes) / len(sizes) if sizes else 0
+    usual = statistics.median(sizes) if sizes else 0  # a look may meet a module's file or a library beside the data
     fast = max(rate, from_disk)
     mapped = [p for p in active if any(f.how == "mapped" for f in p.files)]
     if mapped and from_disk < READS:
         # Pages that are in memory are mapped without a trace that could be counted.
         fast = 0.0
-        text = f"{_who(s, active)} {_what(active, mean)} through maps, from the page cache"
+        text = f"{_who(s, active)} {_what(active, usual)} through maps, from the page cache"
     else:
         fast = from_disk if mapped else fast
-        text = f"{_who(s, active)} {_what(active, mean)} at {rate_text(fast)}"
+        text = f"{_who(s, active)} {_what(active, usual)} at {rate_text(fast)}"
         text += " together" if len(active) > 1 else ""
     disk, sentence = _disk_part(s, active, from_disk, rate)
     text += f"; {sentence}" if sentence and fast else ""
     if waits is not None:
         text += f"; the trainer waited for data {share_text(waits)} of the time"
     text += "; nothing is deadlocked"
-    if mean and fast:
+    if usual and fast:
         text += f"; a batch of {s.batch_size} needs" if s.batch_size else "; one file needs"
-        text += f" {time_text((s.batch_size or 1) * mean / fast)} at this rate"
+        text += f" {time_text((s.batch_size or 1) * usual / fast)} at this rate"
     files = [p.file for p in active if p.file is not None]
     own = bool(files) and all(_SHARD.search(file.path) for file in files)
     # Busy workers whose bytes come from memory: the disk has nothing to do with it.
@@ -133,7 +134,7 @@ def _who(s: Situation, active: Sequence[ProcessReport]) -> str:
     return active[0].label if len(active) == 1 else f"{len(active)} workers"
 
 
-def _what(active: Sequence[ProcessReport], mean: float) -> str:
+def _what(active: Sequence[ProcessReport], usual: float) -> str:
     verb = "reads" if len(active) == 1 else "read"
     current = {p.file.path: p.file for p in active if p.file is not None}
     if not current:
@@ -142,7 +143,7 @@ def _what(active: Sequence[ProcessReport], mean: float) -> str:
         path, file = next(iter(current.items()))
         return f"{verb} {path}{f' ({size_text(file.size)})' if file.size else ''}"
     first = next(iter(current))
-    return f"{verb} {len(current)} files{f' of {size_text(mean)}' if mean else ''} (one is {first})"
+    return f"{verb} {len(current)} files{f' of {size_text(usual)}' if usual else ''} (one is {first})"
 
 
 def _disk_part(s: Situation, active: Sequence[ProcessReport], from_disk: float, rate: float) -> tuple[bool, str]:

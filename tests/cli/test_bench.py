@@ -104,3 +104,21 @@ def test_a_report_without_matplotlib_says_what_a_shell_takes(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     done = run("bench", dataset, "--report", tmp_path / "page.html")
     assert "--report needs matplotlib: pip install 'hsloader[report]'" in " ".join(done.err.split())
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_in_a_finalizer_is_not_lost() -> None:
+    from hsloader.cli.bench import _signals_that_clean_up
+
+    class Dying:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    before, reached = signal.getsignal(signal.SIGTERM), []
+    with pytest.raises(SystemExit) as left, _signals_that_clean_up() as leave_if_told:  # noqa: PT012
+        Dying()
+        reached.append(True)  # Python has dropped what the handler raised
+        leave_if_told()
+    assert reached
+    assert left.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) is before
