@@ -36,6 +36,7 @@ from loader_data import Samples, anonymous_bytes, machine, state_bytes, stock_lo
 import hsloader
 from hsloader.benchmark.decoding import frames_of, measure_decoding
 from hsloader.benchmark.timing import Deadline
+from hsloader.monitor.counters import TrainerCounter
 
 _KERNELS = 600
 _LAUNCH_STEP = 0.014
@@ -200,47 +201,42 @@ def _copy_limit(bench: Bench) -> float:
 
 
 def _compare(bench: Bench, name: str, step: Callable[[], None], batch_bytes: float) -> None:
-    """A step alone and with the loader, in turns, so that clocks and neighbours meet both alike."""
+    """A step alone and with the loader, in turns of a third of a second: clocks and neighbours change by the second."""
     for _ in range(5):
         step()
-    single = bench.steps(step, 10, None)
-    count = max(10, int(bench.seconds / single))
-    alone, fed, pauses = [], [], []
+    count = max(3, round(0.3 / bench.steps(step, 5, None)))
+    pairs: list[tuple[float, float]] = []
+    inside = waiting = fed = 0.0
     with bench.loader(bench.tokens_of(batch_bytes)) as loader:
+        client = loader._connection.client  # type: ignore[union-attr]
         batches = bench.endless(loader)
         bench.use_every_slot(loader, batches)
-        bench.steps(step, 10, batches)
-        for _ in range(bench.rounds):
-            alone.append(bench.steps(step, count, None))
-            before, at = loader.stats(), time.perf_counter()
-            fed.append(bench.steps(step, count, batches))
-            after, spent = loader.stats(), time.perf_counter() - at
-            pauses.append((after["data_wait_seconds"] - before["data_wait_seconds"]) / spent)
-            bench.results[f"{name}_inside_next_share"] = pauses
-            bench.results[f"{name}_rate_gb_s"] = (after["batches"] - before["batches"]) * batch_bytes / spent / 1e9
-        waits = _waits(bench, step, batches, loader, count)
+        bench.steps(step, count, batches)
+        begun = time.perf_counter()
+        while time.perf_counter() - begun < bench.rounds * bench.seconds or not pairs:
+            alone = bench.steps(step, count, None)
+            before = int(client.counters[TrainerCounter.NEXT_NS]), int(client.counters[TrainerCounter.WAIT_NS])
+            pairs.append((alone, bench.steps(step, count, batches)))
+            inside += (int(client.counters[TrainerCounter.NEXT_NS]) - before[0]) / 1e9
+            waiting += (int(client.counters[TrainerCounter.WAIT_NS]) - before[1]) / 1e9
+            fed += count * pairs[-1][1]
+    ratios = [with_loader / alone for alone, with_loader in pairs]
     bench.say(
         name,
         {
-            "alone_ms": statistics.median(alone) * 1e3,
-            "with_loader_ms": statistics.median(fed) * 1e3,
-            "slowdown": statistics.median(f / a for f, a in zip(fed, alone, strict=True)),
-            "gb_s": batch_bytes / statistics.median(fed) / 1e9,
-            "inside_next_share": statistics.median(pauses),
-            "inside_next_ms": statistics.median(pauses) * statistics.median(fed) * 1e3,
-            "waiting_for_data_share": waits,
+            "alone_ms": statistics.median(alone for alone, _ in pairs) * 1e3,
+            "with_loader_ms": statistics.median(with_loader for _, with_loader in pairs) * 1e3,
+            "slowdown": statistics.median(ratios),
+            "slowdown_quartiles": [round(q, 4) for q in statistics.quantiles(ratios, n=4)]
+            if len(ratios) > 1
+            else ratios,
+            "turns": len(pairs),
+            "gb_s": batch_bytes * count * len(pairs) / fed / 1e9,
+            "inside_next_share": inside / fed,
+            "inside_next_ms": inside / (count * len(pairs)) * 1e3,
+            "waiting_for_data_share": waiting / fed,
         },
     )
-
-
-def _waits(
-    bench: Bench, step: Callable[[], None], batches: Iterator[Any], loader: hsloader.DataLoader, count: int
-) -> float:
-    """Share of the time that next() waited for a batch that was not there yet."""
-    client = loader._connection.client  # type: ignore[union-attr]
-    before, at = client.stats()["data_wait_seconds"], time.perf_counter()
-    bench.steps(step, count, batches)
-    return (client.stats()["data_wait_seconds"] - before) / (time.perf_counter() - at)
 
 
 def launch(bench: Bench) -> None:
@@ -341,7 +337,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=7168)
     parser.add_argument("--tokens", type=int, default=2048, help="of a sample")
     parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
-    parser.add_argument("--rounds", type=int, default=5, help="of each comparison")
+    parser.add_argument("--rounds", type=int, default=5, help="times as long for each comparison of steps")
     parser.add_argument("--only", nargs="*", default=None, help="parts to run")
     arguments = parser.parse_args()
     known = (first_batch, parts, throughput, launch, compute, memory, sweep)

@@ -37,7 +37,7 @@ def parts(bench: Bench) -> None:
                     watch.over(transfers, part)
                 watch.over(transfers._driver, "run")
             for owner, part in (
-                (stream, "peek"), (stream, "ask"), (stream.client, "submit"), (stream.client, "_ring_bell"),
+                (stream, "peek"), (stream, "ask"), (stream.client, "look"), (stream.client, "submit"),
                 (stream.client, "hold"), (connection.trainer, "lay_out"), (connection.trainer, "finish"),
             ):  # fmt: skip
                 watch.over(owner, part)

@@ -7,7 +7,6 @@ does the fp8 scale that both of them share.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,7 +14,9 @@ from numpy.typing import NDArray
 
 from hsloader.store.fields import Field
 
-__all__ = ["PIECE", "BatchLayout", "Span", "SpanRuns", "pieces_of"]
+__all__ = ["PIECE", "BatchLayout", "Span", "pieces_of"]
+
+_Numbers = NDArray[np.int64] | int
 
 PIECE = np.dtype([("span", "<i8"), ("sample", "<i8"), ("start", "<i8"), ("stop", "<i8"), ("row", "<i8")])
 """A run of rows: token rows [start, stop) of ``sample`` go to the rows from ``row`` on of span number ``span``."""
@@ -30,29 +31,22 @@ class Span:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class SpanRuns:
-    """The rows of one span, sample for sample: int64 arrays of one length; runs of no rows are left out of pieces."""
-
-    samples: NDArray[np.int64]
-    starts: NDArray[np.int64]
-    counts: NDArray[np.int64]
-    rows: NDArray[np.int64]
-
-
-@dataclass(frozen=True, eq=False, slots=True)
 class BatchLayout:
     """What a batch is made of.
 
     ``samples`` are the dataset indices asked for, in batch order, ``bad`` those of them that are left out.  ``shape``
     holds the batch's leading axes (``(1, T)`` packed, ``(B, N)`` padded, ``()`` for a list of samples).  ``rows`` has
-    each span's number of rows, in the trainer's order of spans; ``pieces`` (dtype ``PIECE``) fill some of them and
-    all others are zero.  ``host`` has the batch's small arrays that need no data (positions, documents, attention).
+    each span's number of rows, in the trainer's order of spans, ``shapes`` the shape of its tensor in the batch;
+    ``pieces`` (dtype ``PIECE``) fill some of the rows and all others are zero.  ``tokens`` rows of the first span hold
+    data.  ``host`` has the batch's small arrays that need no data (positions, documents, attention).
     """
 
     samples: NDArray[np.int64]
     bad: frozenset[int]
     shape: tuple[int, ...]
     rows: dict[str, int]
+    shapes: dict[str, tuple[int, ...]]
+    tokens: int
     pieces: NDArray[np.void]
     host: dict[str, NDArray[np.generic]] = field(default_factory=dict)
 
@@ -63,33 +57,32 @@ class BatchLayout:
 
     def filled(self, span: int) -> NDArray[np.int64]:
         """Which rows of span number ``span`` hold data: int64 ``[runs, 2]`` of first row and number of rows."""
-        mine = self._columns[self._columns[:, 0] == span]
+        columns = self.pieces.view(np.int64).reshape(-1, 5)
+        mine = columns[columns[:, 0] == span]
         return np.stack([mine[:, 4], mine[:, 3] - mine[:, 2]], axis=1)
 
-    @property
-    def tokens(self) -> int:
-        """Rows of the first span that hold data."""
-        mine = self._columns[self._columns[:, 0] == 0]
-        return int(np.add.reduce(mine[:, 3] - mine[:, 2]))
 
-    @property
-    def _columns(self) -> NDArray[np.int64]:
-        return self.pieces.view(np.int64).reshape(-1, 5)
+def pieces_of(
+    spans: NDArray[np.int64],
+    samples: NDArray[np.int64],
+    *,
+    starts: _Numbers,
+    counts: _Numbers,
+    rows: _Numbers,
+) -> NDArray[np.void]:
+    """Pieces: in span ``spans`` of each sample ``counts`` token rows from ``starts`` on go to those from ``rows`` on.
 
-
-def pieces_of(runs: Sequence[SpanRuns]) -> NDArray[np.void]:
-    """The pieces of a batch, span after span, in row order within each."""
-    # In every step of a training: plain columns, as operations on structured arrays are slow.
-    columns = np.empty((sum(len(run.counts) for run in runs), 5), dtype=np.int64)
-    end = 0
-    for number, run in enumerate(runs):
-        part = columns[end : (end := end + len(run.counts))]
-        part[:, 0] = number
-        part[:, 1] = run.samples
-        part[:, 2] = run.starts
-        np.add(run.starts, run.counts, out=part[:, 3])
-        part[:, 4] = run.rows
-    some = columns[:, 3] > columns[:, 2]
+    int64 arrays or numbers that broadcast to one shape.  Pieces of no rows are left out.
+    """
+    # In every step of a training: plain columns, as operations on structured arrays are slow, and few of them.
+    columns = np.empty((*np.broadcast_shapes(spans.shape, samples.shape), 5), dtype=np.int64)
+    columns[..., 0] = spans
+    columns[..., 1] = samples
+    columns[..., 2] = starts
+    np.add(starts, counts, out=columns[..., 3])
+    columns[..., 4] = rows
+    pieces = columns.reshape(-1, 5)
+    some = pieces[:, 3] > pieces[:, 2]
     if not np.logical_and.reduce(some):
-        columns = columns[some]
-    return columns.view(PIECE).reshape(-1)
+        pieces = pieces[some]
+    return pieces.view(PIECE).reshape(-1)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hsloader.batches.layout import BatchLayout, Span, SpanRuns, pieces_of
+from hsloader.batches.layout import BatchLayout, Span, pieces_of
 from hsloader.batches.states import State
 from hsloader.batches.trainer import BatchSettings, Trainer
 from hsloader.store.fields import Field
@@ -63,13 +63,14 @@ class RawTrainer(Trainer):
         good = np.array([sample not in lost for sample in whole.tolist()], dtype=bool)
         kept, used = whole[good], used[good]
         ends = np.concatenate([[0], np.cumsum(used)])
-        run = SpanRuns(kept, np.zeros_like(used), used, ends[:-1])
         return BatchLayout(
             samples=whole,
             bad=lost,
             shape=(),
             rows={span.name: int(ends[-1]) for span in self.spans},
-            pieces=pieces_of([run] * len(self.spans)),
+            shapes={span.name: (int(ends[-1]), *span.field.shape) for span in self.spans},
+            tokens=int(ends[-1]),
+            pieces=pieces_of(np.arange(len(self.spans))[:, None], kept, starts=0, counts=used, rows=ends[:-1]),
         )
 
     def finish(
@@ -78,7 +79,7 @@ class RawTrainer(Trainer):
         spans: Mapping[str, torch.Tensor],
         host: Mapping[str, torch.Tensor] | None = None,
     ) -> list[dict[str, torch.Tensor]]:
-        whole = {**spans, **self._states_in(spans)}
+        whole = {**spans, **{state.key: self._finished(state, layout, spans) for state in self.states}}
         runs = layout.filled(0)
         edges = [0, *np.cumsum(runs[:, 1]).tolist()]
         return [{span.name: whole[span.name][start:stop] for span in self.spans} for start, stop in pairwise(edges)]

@@ -10,6 +10,7 @@ while training.  In eagle3 the sample's last supervised position is always off; 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -17,8 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hsloader.batches.layout import BatchLayout, Span, SpanRuns, pieces_of
-from hsloader.batches.states import State, batch_dtype, torch_dtype
+from hsloader.batches.layout import BatchLayout, Span, pieces_of
+from hsloader.batches.states import State, batch_dtype, shaped, torch_dtype
 from hsloader.batches.trainer import BatchSettings, SequenceParallel, Trainer, field_of, span_of_scale
 from hsloader.store.fields import Field
 
@@ -79,8 +80,10 @@ class SpecForgeTrainer(Trainer):
         self._slices = settings.sequence_parallel
         if self._slices and not (self._eagle3 and self._release.sequence_parallel):
             raise ValueError(f"trainer {title} has no sequence-parallel batches")
-        self._ids_dtype = torch_dtype(batch_dtype(spans[0].field, integers_as_int64=False))
-        self._mask_dtype = torch_dtype(batch_dtype(spans[1].field, integers_as_int64=False))
+        self.token_dtypes = {
+            "input_ids": torch_dtype(batch_dtype(spans[0].field, integers_as_int64=False)),
+            "loss_mask": torch_dtype(batch_dtype(spans[1].field, integers_as_int64=False)),
+        }
         self.norm_state = "post" if "last_hidden_state" in _STATES[variant].values() else None
         self.needs_neighbours = not self._eagle3
         self.own_order = "distributed-sampler"
@@ -106,19 +109,29 @@ class SpecForgeTrainer(Trainer):
         columns = self._columns(rows)  # of the plan: a lost sample leaves its row behind
         good = np.array([sample not in lost for sample in whole.tolist()], dtype=bool)
         number = np.arange(len(whole))
-        runs = []
-        for span in self.spans:
-            starts, counts = self._tokens(span, rows)
-            runs.append(SpanRuns(whole, starts, np.where(good, counts, 0), number * columns[span.name]))
+        starts, counts = zip(*(self._tokens(span, rows) for span in self.spans), strict=True)
+        used = np.where(good, counts, 0)
+        firsts = [number * columns[span.name] for span in self.spans]
         shape = (len(whole), columns["input_ids"])
         return BatchLayout(
             samples=whole,
             bad=lost,
             shape=shape,
             rows={span.name: len(whole) * columns[span.name] for span in self.spans},
-            pieces=pieces_of(runs),
+            shapes={span.name: self._shape(span, len(whole), columns[span.name]) for span in self.spans},
+            tokens=int(used[0].sum()),
+            pieces=pieces_of(
+                np.arange(len(self.spans))[:, None], whole, starts=np.stack(starts), counts=used, rows=np.stack(firsts)
+            ),
             host=self._host(shape, rows, good),
         )
+
+    def _shape(self, span: Span, count: int, columns: int) -> tuple[int, ...]:
+        if span.name in self.token_dtypes:
+            return count, columns
+        if any(state.span == span.name for state in self.states):
+            return count, columns, math.prod(span.field.shape)
+        return count * columns, *span.field.shape
 
     def _columns(self, rows: _Rows) -> dict[str, int]:
         """Each span's columns N.  The states that are not the target are not rounded up to the group's degree."""
@@ -159,13 +172,11 @@ class SpecForgeTrainer(Trainer):
         spans: Mapping[str, torch.Tensor],
         host: Mapping[str, torch.Tensor] | None = None,
     ) -> dict[str, torch.Tensor]:
-        count = len(layout.samples)
         batch = self._host_tensors(layout, spans["input_ids"].device, host)
-        states = self._states_in(spans)
         for state in self.states:
-            batch[state.key] = states[state.key].reshape(count, layout.rows[state.span] // count, -1)
-        batch["input_ids"] = spans["input_ids"].to(self._ids_dtype).reshape(layout.shape)
-        batch["loss_mask"] = spans["loss_mask"].to(self._mask_dtype).reshape(layout.shape)
+            batch[state.key] = self._finished(state, layout, spans)
+        for name, dtype in self.token_dtypes.items():
+            batch[name] = shaped(spans[name], dtype, layout.shapes[name])
         return batch
 
 

@@ -9,8 +9,9 @@ auxiliary state of token t, so a sample of S tokens becomes a document of S - 1;
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,8 +19,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hsloader.batches.layout import BatchLayout, Span, SpanRuns, pieces_of
-from hsloader.batches.states import State, batch_dtype, torch_dtype
+from hsloader.batches.layout import BatchLayout, Span
+from hsloader.batches.packs import Packs
+from hsloader.batches.states import State, batch_dtype, shaped, torch_dtype
 from hsloader.batches.trainer import BatchSettings, NormState, Trainer, field_of, span_of_scale
 from hsloader.store.fields import Field
 
@@ -98,8 +100,17 @@ class SpeculatorsTrainer(Trainer):
         self._release = release
         self._length = settings.max_tokens
         self._shift = int(variant in _SHIFTED)
-        self._ids_dtype = torch_dtype(batch_dtype(spans[0].field, integers_as_int64=False))
-        self._mask_dtype = torch_dtype(batch_dtype(spans[1].field, integers_as_int64=release.arrow))
+        self.token_dtypes = {
+            "input_ids": torch_dtype(batch_dtype(spans[0].field, integers_as_int64=False)),
+            "loss_mask": torch_dtype(batch_dtype(spans[1].field, integers_as_int64=release.arrow)),
+        }
+        self._rows = {span.name: self._length for span in spans}
+        self._shapes = {span.name: (self._length, *span.field.shape) for span in spans}
+        self._shapes |= dict.fromkeys(self.token_dtypes, (1, self._length))
+        self._shapes |= {state.span: (1, self._length, math.prod(fields[state.span].shape)) for state in states}
+        # First token of a sample that goes into each span.
+        unshifted = ("hidden_states", "hidden_states_scale")
+        self._starts = np.array([0 if span.name in unshifted else self._shift for span in spans], dtype=np.int64)
         self.norm_state = release.norm_state
         self.own_order = release.order
         self.own_split = "contiguous" if release.arrow else "shuffled-files"
@@ -112,50 +123,46 @@ class SpeculatorsTrainer(Trainer):
         return np.maximum(self.cut(lengths) - self._shift, 0)
 
     def largest_rows(self, lengths: NDArray[np.int64]) -> dict[str, int]:
-        return {span.name: self._length for span in self.spans}
+        return self._rows
 
     def lay_out(self, samples: NDArray[np.int64], lengths: NDArray[np.int64], bad: Collection[int] = ()) -> BatchLayout:
-        whole, kept = np.asarray(samples, dtype=np.int64), self.costs(np.asarray(lengths, dtype=np.int64))
-        lost = frozenset(bad) & frozenset(whole.tolist())
-        if lost:
-            good = np.array([sample not in lost for sample in whole.tolist()])
-            packed, kept = whole[good], kept[good]
-        else:
-            packed = whole
-        first = np.cumsum(kept) - kept
-        counts = np.maximum(np.minimum(self._length - first, kept), 0)
-        starts = np.zeros_like(counts), np.full_like(counts, self._shift)
-        runs = [SpanRuns(packed, starts[self._start(span) > 0], counts, first) for span in self.spans]
-        return BatchLayout(
-            samples=whole,
-            bad=lost,
-            shape=(1, self._length),
-            rows={span.name: self._length for span in self.spans},
-            pieces=pieces_of(runs),
-            host=self._positions(kept, first, counts),
-        )
+        return self.lay_out_all(samples, lengths, [len(samples)], bad)[0]
 
-    def _start(self, span: Span) -> int:
-        """First token of a sample that goes into this span."""
-        return 0 if span.name in ("hidden_states", "hidden_states_scale") else self._shift
+    def lay_out_all(
+        self, samples: NDArray[np.int64], lengths: NDArray[np.int64], sizes: Sequence[int], bad: Collection[int] = ()
+    ) -> list[BatchLayout]:
+        # All batches at once, since a training pays for each call of numpy in every step, however few its samples are.
+        plan = Packs.of(samples, self.costs(np.asarray(lengths, dtype=np.int64)), sizes, bad, self._length)
+        pieces = plan.pieces(self._starts)
+        hosts = self._hosts(plan)
+        return [
+            BatchLayout(
+                samples=whole,
+                bad=lost,
+                shape=(1, self._length),
+                rows=self._rows,
+                shapes=self._shapes,
+                tokens=filled,
+                pieces=some,
+                host=host,
+            )
+            for whole, lost, filled, some, host in zip(
+                plan.wholes, plan.lost, plan.filled.tolist(), pieces, hosts, strict=True
+            )
+        ]
 
-    def _positions(
-        self, kept: NDArray[np.int64], first: NDArray[np.int64], counts: NDArray[np.int64]
-    ) -> dict[str, NDArray[np.generic]]:
-        """position_ids, and document_ids or lengths."""
-        filled = int(counts.sum())
-        positions = np.zeros((1, self._length), dtype=np.int64)
-        positions[0, :filled] = np.arange(filled) - np.repeat(first, counts) + self._shift
-        # Documents end with the one that reaches T; without any sample the trainer's placeholder is one empty document.
-        reached = np.flatnonzero(first + kept >= self._length)
-        documents = counts[: reached[0] + 1] if len(reached) else counts
-        if not len(documents):
-            documents = np.zeros(1, dtype=np.int64)
+    def _hosts(self, plan: Packs) -> list[dict[str, NDArray[np.generic]]]:
+        """position_ids, and document_ids or lengths, of each batch."""
+        positions = plan.positions()
+        if self._shift:
+            positions += self._shift
+        for at, filled in enumerate(plan.filled.tolist()):
+            positions[at, filled:] = 0
+        rows = [slice(at, at + 1) for at in range(len(positions))]
         if not self._release.documents:
-            return {"position_ids": positions, "lengths": documents}
-        numbers = np.full((1, self._length), -1, dtype=np.int64)
-        numbers[0, :filled] = np.repeat(np.arange(len(documents)), documents)
-        return {"position_ids": positions, "document_ids": numbers}
+            return [{"position_ids": positions[row], "lengths": plan.documents(row.start)} for row in rows]
+        numbers = plan.document_ids()
+        return [{"position_ids": positions[row], "document_ids": numbers[row]} for row in rows]
 
     def finish(
         self,
@@ -165,10 +172,10 @@ class SpeculatorsTrainer(Trainer):
     ) -> dict[str, Any]:
         ids = spans["input_ids"]
         batch: dict[str, Any] = self._host_tensors(layout, ids.device, host)
-        for key, rows in self._states_in(spans).items():
-            batch[key] = rows.reshape(1, self._length, -1)
-        batch["input_ids"] = ids.to(self._ids_dtype).reshape(1, -1)
-        batch["loss_mask"] = spans["loss_mask"].to(self._mask_dtype).reshape(1, -1)
+        for state in self.states:
+            batch[state.key] = self._finished(state, layout, spans)
+        for name, dtype in self.token_dtypes.items():
+            batch[name] = shaped(spans[name], dtype, layout.shapes[name])
         if self._release.error_records:
             batch["error_records"] = layout.dropped
         if self._release.recovery and layout.dropped == len(layout.samples):

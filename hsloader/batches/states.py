@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from hsloader.store.fields import Field
 
-__all__ = ["State", "batch_dtype", "restored", "tensor_of", "torch_dtype"]
+__all__ = ["State", "batch_dtype", "restored", "shaped", "tensor_of", "torch_dtype"]
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -52,6 +52,13 @@ def batch_dtype(field: Field, *, integers_as_int64: bool) -> str:
     if whole == torch.bool or whole.is_floating_point:
         return name
     return "int64" if integers_as_int64 or field.source_dtype is None else name
+
+
+def shaped(tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """``tensor`` in that dtype and shape; one that is so already is returned as it is, with no call of torch."""
+    if tensor.dtype != dtype:
+        tensor = tensor.to(dtype)
+    return tensor if tensor.shape == shape else tensor.reshape(shape)
 
 
 def restored(

@@ -7,8 +7,9 @@ the mask while it is in host memory, and gives the spans, wherever they are by t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from hsloader.batches.layout import BatchLayout, Span
-from hsloader.batches.states import State, restored, torch_dtype
+from hsloader.batches.states import State, restored, shaped, torch_dtype
 from hsloader.errors import DamageError, IncompatibleError
 from hsloader.store.fields import Field
 
@@ -78,6 +79,8 @@ class Trainer(ABC):
     """What the last state must be before (``"pre"``) or after (``"post"``) the final norm; None: it does not care."""
     noise_keys: tuple[str, ...] = ()
     """Batch keys that noise goes to unless told otherwise: what the trainer's own loader noises, or would."""
+    token_dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
+    """dtype in the batch of the spans that ``finish`` casts beside the states: ids and masks."""
     own_order: str | None = None
     """Name of the trainer's own order of batches, if it has one worth reproducing."""
     own_split: str | None = None
@@ -148,6 +151,14 @@ class Trainer(ABC):
         list becomes shorter.
         """
 
+    def lay_out_all(
+        self, samples: NDArray[np.int64], lengths: NDArray[np.int64], sizes: Sequence[int], bad: Collection[int] = ()
+    ) -> list[BatchLayout]:
+        """``lay_out`` of several batches that follow one another: of the first ``sizes[0]`` samples, and so on."""
+        ends = np.cumsum(sizes).tolist()
+        parts = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+        return [self.lay_out(samples[part], lengths[part], bad) for part in parts]
+
     @abstractmethod
     def finish(
         self,
@@ -157,9 +168,9 @@ class Trainer(ABC):
     ) -> Any:
         """The batch, exactly as the trainer's own loader gives it.
 
-        ``spans`` are ``[rows, *shape]`` tensors on one device, of the stored dtype or already of the one in
-        ``states``.  Large tensors of the batch are views of them.  ``host`` are the layout's small arrays where they
-        were moved to that device already.
+        ``spans`` are tensors on one device, ``[rows, *shape]`` of the stored dtype or already as in the batch: of the
+        one in ``states`` or ``token_dtypes``, in the layout's ``shapes``.  Large tensors of the batch are views of
+        them.  ``host`` are the layout's small arrays where they were moved to that device already.
         """
 
     def cut(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -167,13 +178,17 @@ class Trainer(ABC):
         limit = self.settings.max_length
         return lengths if limit is None else np.minimum(lengths, limit)
 
+    def wants_mask(self, layout: BatchLayout) -> bool:
+        """Whether ``check`` looks at this batch's mask."""
+        return self.needs_neighbours or bool(layout.bad)
+
     def check(self, layout: BatchLayout, mask: NDArray[np.generic] | None) -> None:
         """Look at the batch's loss mask (its span, ``[rows]``, in host memory) for what the trainer cannot take.
 
         ``DamageError`` for a batch that lost its supervised tokens with its bad samples, ``IncompatibleError`` for a
         sample that the trainer itself would refuse.
         """
-        if mask is None:
+        if mask is None or not self.wants_mask(layout):
             return
         if layout.bad and not self.knows_empty_batches and not mask.any():
             lost = ", ".join(str(sample) for sample in layout.samples.tolist() if sample in layout.bad)
@@ -195,14 +210,11 @@ class Trainer(ABC):
                     f"{len(rows)}, loss_mask has none; leave such samples out with min_loss_tokens=2 or samples="
                 )
 
-    def _states_in(self, spans: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The batch's state tensors by key, ``[rows, *shape]``, in the batch's dtypes."""
-        return {
-            state.key: restored(
-                spans[state.span], torch_dtype(state.dtype), spans[state.scale] if state.scale else None
-            )
-            for state in self.states
-        }
+    @staticmethod
+    def _finished(state: State, layout: BatchLayout, spans: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """One of the batch's state tensors, in the batch's dtype and shape."""
+        dtype, scale = torch_dtype(state.dtype), spans[state.scale] if state.scale else None
+        return shaped(restored(spans[state.span], dtype, scale), dtype, layout.shapes[state.span])
 
     @staticmethod
     def _host_tensors(

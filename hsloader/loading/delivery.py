@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -55,14 +55,17 @@ class Delivery(Protocol):
         """Let go of the ring; call it before the ring goes."""
 
 
-def _span_plans(trainer: Trainer, noise: UniformNoise | GaussianNoise | None) -> tuple[SpanPlan, ...]:
-    """What becomes of each of the trainer's spans."""
+def _span_plans(
+    trainer: Trainer, noise: UniformNoise | GaussianNoise | None, casts: Mapping[str, torch.dtype]
+) -> tuple[SpanPlan, ...]:
+    """What becomes of each of the trainer's spans; ``casts``: dtypes of spans that are no states."""
     noisy = noise_keys(noise, trainer) if noise is not None else ()
     states = {state.span: state for state in trainer.states}
     plans = []
     for span in trainer.spans:
         state = states.get(span.name)
-        dtype = torch_dtype(span.field.dtype if state is None else state.dtype)
+        stored = torch_dtype(span.field.dtype)
+        dtype = casts.get(span.name, stored) if state is None else torch_dtype(state.dtype)
         scale = None if state is None else state.scale
         plans.append(SpanPlan(span.name, span.field, dtype, scale, state is not None and state.key in noisy))
     return tuple(plans)
@@ -107,7 +110,7 @@ class HostDelivery:
         seed: int,
         pin_memory: bool,
     ) -> None:
-        self._plans = _span_plans(trainer, noise)
+        self._plans = _span_plans(trainer, noise, {})  # ids and masks stay views: finish() casts them
         self._noise = noise
         self._seed = seed
         self._pinned = pin_memory
@@ -123,7 +126,7 @@ class HostDelivery:
         else:
             spans = self._copied(fetched)
         stream.done(fetched.key)
-        stream.ask()
+        stream.refill()
         return Delivered(fetched.layout, spans, None)
 
     def drop(self) -> None:
@@ -185,7 +188,7 @@ class DeviceDelivery:
         noise: UniformNoise | GaussianNoise | None,
         seed: int,
     ) -> None:
-        self._plans = _span_plans(trainer, noise)
+        self._plans = _span_plans(trainer, noise, trainer.token_dtypes)
         self._make_driver = driver
         self._noise = noise
         self._seed = seed
@@ -195,19 +198,19 @@ class DeviceDelivery:
     def take(self, stream: BatchStream, number: int, following: int | None) -> Delivered:
         """See ``Delivery``."""
         transfers = self._begun(stream)
-        transfers.check_not_capturing()
+        current = transfers.current()
         transfers.retire()
         sent = self._ahead.pop(number, None)
         if sent is None:
-            sent = self._send(transfers, stream, stream.fetch(number))
+            sent = self._send(transfers, stream, stream.fetch(number), current)
         parcel, layout = sent
-        delivered = Delivered(layout, *transfers.hand_out(parcel))
+        delivered = Delivered(layout, *transfers.hand_out(parcel, current))
         if following is not None and following not in self._ahead:
             fetched = stream.peek(following)
             if fetched is not None:
-                self._ahead = {following: self._send(transfers, stream, fetched)}
+                self._ahead = {following: self._send(transfers, stream, fetched, current)}
         del parcel, sent  # if its transfer is over, its slot is free for what is asked now
-        stream.ask()  # last: it wakes the decoders, which compete with this thread for caches and cores
+        stream.refill()  # last: it wakes the decoders, which compete with this thread for caches and cores
         return delivered
 
     def drop(self) -> None:
@@ -237,16 +240,21 @@ class DeviceDelivery:
             stream.receive = self._transfers.register
         return self._transfers
 
-    def _send(self, transfers: Transfers, stream: BatchStream, fetched: Fetched) -> tuple[Parcel, BatchLayout]:
+    def _send(
+        self, transfers: Transfers, stream: BatchStream, fetched: Fetched, current: Any
+    ) -> tuple[Parcel, BatchLayout]:
         with stage("send"):
-            return self._sent(transfers, stream, fetched)
+            return self._sent(transfers, stream, fetched, current)
 
-    def _sent(self, transfers: Transfers, stream: BatchStream, fetched: Fetched) -> tuple[Parcel, BatchLayout]:
-        parcel = transfers.prepare()
+    def _sent(
+        self, transfers: Transfers, stream: BatchStream, fetched: Fetched, current: Any
+    ) -> tuple[Parcel, BatchLayout]:
+        parcel = transfers.prepare(current)
         stream.client.hold(fetched.key, owner=parcel)  # the slot is read until the parcel is let go
         transfers.send(
             parcel,
             fetched.filled,
+            shapes=fetched.layout.shapes,
             host=fetched.layout.host,
             noisy=_noise_rows(fetched.layout, self._plans) if self._noise is not None else (),
             seed=noise_seed(self._seed, fetched.epoch, fetched.number) if self._noise is not None else 0,

@@ -25,12 +25,14 @@ from hsloader.order.sequence import BatchSequence
 from hsloader.reader.batch import BadSample
 from hsloader.reader.client import FeederClient
 from hsloader.reader.counters import TrainerCounter
-from hsloader.reader.lease import Filled
+from hsloader.reader.lease import Filled, Prepared
 from hsloader.reader.pieces import PIECES, BatchRequest
 from hsloader.store.dataset import Dataset
 
 __all__ = ["BatchStream", "Fetched", "Target"]
 
+_PLANNED = 16  # batches that are laid out in one go
+_REFILLS = 8  # in which the whole ring is asked for anew
 _GLANCE = 0.005  # seconds between looks at what a GPU still reads
 _NUMBERS = 1 << 40  # more batches than an epoch has: epoch and number in one key
 _MOST_LOSSES = 16  # that an iteration under on_bad="skip" may have, or, if that is more,
@@ -90,6 +92,7 @@ class BatchStream:
         self._stalled = stalled
         self._mask = next((i for i, span in enumerate(trainer.spans) if span.name == "loss_mask"), None)
         self._layouts: dict[int, tuple[BatchSequence, BatchLayout]] = {}
+        self._planned: dict[int, tuple[BatchSequence, BatchLayout, Prepared]] = {}
         self._lost: set[int] = set()
         self._losses: set[tuple[str, int]] = set()  # of this iteration: damaged chunks, and samples of whole shards
         self._handed_before = 0  # samples, when it began
@@ -117,22 +120,36 @@ class BatchStream:
         """Nothing that was asked is wanted."""
         self.client.abandon()  # first: what the client has asked always has its layout here
         self._layouts.clear()
+        self._planned.clear()
         self._ahead = []
 
     def ask(self) -> None:
         """Ask for as many batches as the ring has room for."""
+        if self._ask_all():
+            self.client.wake()
+
+    def _ask_all(self) -> int:
+        """``ask``, of which the feeder learns the first batch; how many were asked."""
+        count = 0
         for at in range(2):
             if at == len(self._ahead):
                 following = self._then()
                 if following is None:
-                    return
+                    return count
                 self._ahead.append((following, 0))
             target, asked = self._ahead[at]
             while asked < len(target.numbers):
-                if not self._submit(target, target.numbers[asked]):
-                    return
+                if not self._submit(target, target.numbers[asked], wake=not count):
+                    return count
                 asked += 1
+                count += 1
                 self._ahead[at] = target, asked
+        return count
+
+    def refill(self) -> None:
+        """``ask``, once an eighth of the ring is free: to plan several batches in one go takes half as long a batch."""
+        if self.client.room >= max(1, self.client.slots // _REFILLS):
+            self.ask()
 
     def fetch(self, number: int) -> Fetched:
         """The batch of that number of the target, waiting for it.
@@ -149,8 +166,10 @@ class BatchStream:
             if key not in self.client and not self._submit(target, number):
                 self._make_room(target, number)
                 continue
-            self.ask()
-            filled = self._wait(key)
+            filled = self.client.look(key)
+            if filled is None:
+                self.ask()
+                filled = self._wait(key)
             layout = self._layouts[key][1]
             if not filled.bad:
                 self._check(layout, filled)
@@ -165,7 +184,7 @@ class BatchStream:
         key = target.key(number)
         if key not in self.client:
             return None
-        filled = self.client.wait(key, 0.0)
+        filled = self.client.look(key)
         if filled is None or filled.bad:
             return None
         layout = self._layouts[key][1]
@@ -180,22 +199,44 @@ class BatchStream:
         self.client.done(key)
         self._layouts.pop(key, None)
 
-    def _submit(self, target: Target, number: int) -> bool:
+    def _submit(self, target: Target, number: int, *, wake: bool = True) -> bool:
         key = target.key(number)
         if key in self.client:
             return True
         if not self.client.room:
             return False
-        plan, layout = self._layouts.get(key, (None, None))
-        if layout is None or plan is not target.plan:
-            samples = target.plan[number]
-            layout = self._trainer.lay_out(samples, self._dataset.lengths[samples], self._lost)
-            self._layouts[key] = target.plan, layout
-        rows = tuple(layout.rows[span.name] for span in self._trainer.spans)
-        return self.client.submit(key, BatchRequest(rows, layout.pieces.view(PIECES)))
+        planned = self._planned.get(key)
+        if planned is None or planned[0] is not target.plan:
+            self._plan_from(target, number)
+            planned = self._planned[key]
+        plan, layout, prepared = planned
+        self._layouts[key] = plan, layout  # first: what the client has asked always has its layout here
+        if not self.client.submit(key, prepared, wake=wake):
+            return False
+        self._planned.pop(key, None)
+        return True
+
+    def _plan_from(self, target: Target, number: int) -> None:
+        """Lay out and prepare a number of batches from ``number`` on: in one go, a batch takes a fraction."""
+        at = target.numbers.index(number)
+        numbers = target.numbers[at : at + _PLANNED]
+        batches = [target.plan[number] for number in numbers]
+        samples = np.concatenate(batches)
+        layouts = self._trainer.lay_out_all(
+            samples, self._dataset.lengths[samples], [len(batch) for batch in batches], self._lost
+        )
+        names = [span.name for span in self._trainer.spans]
+        requests = [
+            BatchRequest(tuple(layout.rows[name] for name in names), layout.pieces.view(PIECES)) for layout in layouts
+        ]
+        self._planned = {
+            target.key(number): (target.plan, layout, prepared)
+            for number, layout, prepared in zip(numbers, layouts, self.client.prepare(requests), strict=True)
+        }
 
     def _check(self, layout: BatchLayout, filled: Filled) -> None:
-        self._trainer.check(layout, None if self._mask is None else filled.span(self._mask))
+        if self._mask is not None and self._trainer.wants_mask(layout):
+            self._trainer.check(layout, filled.span(self._mask))
 
     def _wait(self, key: int) -> Filled:
         with stage("wait"):
@@ -246,7 +287,7 @@ class BatchStream:
             )
         self._bound(key, told, text)
         self._lost |= found
-        self._layouts = {key: laid for key, laid in self._layouts.items() if key in self.client}
+        self._planned.clear()
         self.client.counters[TrainerCounter.SKIPPED] += len(found)
         say(f"{text}; left out, as on_bad='skip' says: {len(self._lost):,} so far", logging.WARNING)
 

@@ -63,57 +63,53 @@ class RingShape:
     slot_bytes: int
     area_bytes: int
     threads: int
+    # Where things lie, worked out once: they are asked for in every next().
+    feeder_at: int = field(init=False, repr=False, compare=False)
+    """Offset of the feeder's counters; the trainer's lie before them."""
+    threads_at: int = field(init=False, repr=False, compare=False)
+    """Offset of the threads' rows."""
+    info_at: int = field(init=False, repr=False, compare=False)
+    """Offset of the trainer's info; the feeder's follows."""
+    requests_at: int = field(init=False, repr=False, compare=False)
+    """Offset of the requests."""
+    completions_at: int = field(init=False, repr=False, compare=False)
+    """Offset of the completions."""
+    areas_at: int = field(init=False, repr=False, compare=False)
+    """Offset of the areas; what lies before is the header that both sides map."""
+    slots_at: int = field(init=False, repr=False, compare=False)
+    """Offset of the first slot."""
+    file_bytes: int = field(init=False, repr=False, compare=False)
+    """Bytes of the file without its tail."""
 
     def __post_init__(self) -> None:
         if self.slots < 1 or self.slot_bytes < PAGE or self.slot_bytes % PAGE or self.area_bytes % 64:
             raise ValueError(f"a ring cannot have this shape: {self}")
+        feeder_at = PAGE + COUNTERS * 8
+        threads_at = feeder_at + COUNTERS * 8
+        info_at = threads_at + self.threads * ROW
+        requests_at = info_at + 2 * INFO
+        completions_at = requests_at + self.slots * RECORD
+        areas_at = -(-(completions_at + self.slots * RECORD) // PAGE) * PAGE
+        unit = HUGE_PAGE if self.slot_bytes >= LARGE else PAGE
+        slots_at = -(-(areas_at + self.slots * self.area_bytes) // unit) * unit
+        places = {
+            "feeder_at": feeder_at,
+            "threads_at": threads_at,
+            "info_at": info_at,
+            "requests_at": requests_at,
+            "completions_at": completions_at,
+            "areas_at": areas_at,
+            "slots_at": slots_at,
+            "file_bytes": slots_at + self.slots * self.slot_bytes,
+        }
+        for name, place in places.items():
+            object.__setattr__(self, name, place)  # frozen for everybody else
 
     @staticmethod
     def round_slot(size: int) -> int:
         """``size`` rounded up to what a slot may have: whole pages, whole huge pages from 64 MiB on."""
         unit = HUGE_PAGE if size >= LARGE else PAGE
         return max(unit, -(-size // unit) * unit)
-
-    @property
-    def feeder_at(self) -> int:
-        """Offset of the feeder's counters; the trainer's lie before them."""
-        return PAGE + COUNTERS * 8
-
-    @property
-    def threads_at(self) -> int:
-        """Offset of the threads' rows."""
-        return self.feeder_at + COUNTERS * 8
-
-    @property
-    def info_at(self) -> int:
-        """Offset of the trainer's info; the feeder's follows."""
-        return self.threads_at + self.threads * ROW
-
-    @property
-    def requests_at(self) -> int:
-        """Offset of the requests."""
-        return self.info_at + 2 * INFO
-
-    @property
-    def completions_at(self) -> int:
-        """Offset of the completions."""
-        return self.requests_at + self.slots * RECORD
-
-    @property
-    def areas_at(self) -> int:
-        """Offset of the areas; what lies before is the header that both sides map."""
-        return -(-(self.completions_at + self.slots * RECORD) // PAGE) * PAGE
-
-    @property
-    def slots_at(self) -> int:
-        """Offset of the first slot."""
-        unit = HUGE_PAGE if self.slot_bytes >= LARGE else PAGE
-        return -(-(self.areas_at + self.slots * self.area_bytes) // unit) * unit
-
-    @property
-    def file_bytes(self) -> int:
-        """Bytes of the file without its tail."""
-        return self.slots_at + self.slots * self.slot_bytes
 
 
 REQUEST = struct.Struct("<QqQQQQI")  # serial, key, generation, area offset, area bytes, blob bytes, blob crc

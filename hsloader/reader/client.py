@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +27,7 @@ from hsloader.reader.batch import BAD_BYTES, decode_bad, pack_blob
 from hsloader.reader.choices import check_budget, choose_settings, possible_options
 from hsloader.reader.counters import FeederCounter, ThreadCounter, TrainerCounter
 from hsloader.reader.hosts import Host, ProcessHost, ThreadHost, wait_readable
-from hsloader.reader.lease import Filled, Slot, State, watch_forks
+from hsloader.reader.lease import Filled, Prepared, Slot, State, watch_forks
 from hsloader.reader.options import ReadOptions
 from hsloader.reader.pieces import WIRE, BatchRequest, SampleTable, span_offsets, to_wire
 from hsloader.reader.prefault import prefault_while_starting
@@ -40,7 +41,24 @@ __all__ = ["FeederClient"]
 
 
 _MOST_SLOTS = 512
+# Whether what the feeder wrote before a record is seen by whoever sees the record, without a system call between.
+_LOADS_IN_ORDER = platform.machine() in ("x86_64", "AMD64")
 _TICK = 1.0  # seconds between looks at a feeder that neither answers nor ends
+
+
+class _Owner(weakref.ref[object]):
+    """Whoever holds a slot. The callback must be a method in C: no signal can fall into that."""
+
+    __slots__ = ("number",)
+    number: int
+
+    def __new__(cls, number: int, owner: object, gone: Callable[[Any], object]) -> Self:
+        made = super().__new__(cls, owner, gone)
+        made.number = number
+        return made
+
+    def __init__(self, number: int, owner: object, gone: Callable[[Any], object]) -> None:
+        super().__init__(owner, gone)  # type: ignore[call-arg] # weakref.ref has one, typeshed does not say so
 
 
 class FeederClient:
@@ -90,8 +108,8 @@ class FeederClient:
         self._info = dict(info or {})
         self._keys: dict[int, Slot] = {}
         self._holds: dict[int, Slot] = {}
-        self._owners: dict[int, weakref.ref[object]] = {}
-        self._released: deque[int] = deque()
+        self._owners: dict[int, _Owner] = {}
+        self._released: deque[int | _Owner] = deque()
         self._serial = 0
         self._turn = 0  # the slot that probably comes free next
         self._hold_serial = 0
@@ -124,13 +142,13 @@ class FeederClient:
         return sum(self._is_free(slot) for slot in self._slots)
 
     @property
-    def room(self) -> bool:
-        """Whether a slot may be free: False for certain, True if ``submit`` is worth preparing a request for."""
+    def room(self) -> int:
+        """How many slots may be free: 0 for certain, else ``submit`` is worth preparing a request for."""
         self._collect()
-        if self._busy() < len(self._slots):
-            return True
-        self._sweep()  # for the next time
-        return False
+        room = len(self._slots) - self._busy()
+        if room <= 0:
+            self._sweep()  # for the next time
+        return max(0, room)
 
     @property
     def held(self) -> int:
@@ -199,9 +217,23 @@ class FeederClient:
             if not self.options.in_process and not self.restarts:
                 prefault_while_starting(self._state.ring)  # last: whatever ends it, the feeder is known to be there
 
-    def submit(self, key: int, request: BatchRequest) -> bool:
+    def prepare(self, requests: Sequence[BatchRequest]) -> list[Prepared]:
+        """Requests as ``submit`` also takes them: several are made in one go in little more time than one, at most 64.
+
+        Raises ``ValueError`` for one that cannot be read or does not fit a slot.
+        """
+        prepared = []
+        for request, wire in zip(requests, to_wire(requests, self._table), strict=True):
+            offsets, size = span_offsets(request.rows, self._row_bytes)
+            if size > self._shape.slot_bytes:
+                raise ValueError(f"a batch of {size:,} bytes; the ring was made for {self._shape.slot_bytes:,} at most")
+            prepared.append(Prepared(offsets, request.rows, pack_blob(offsets, request.rows, wire)))
+        return prepared
+
+    def submit(self, key: int, request: BatchRequest | Prepared, *, wake: bool = True) -> bool:
         """Ask for a batch under ``key``, any int. False if no slot is free; True, and nothing else, if it is asked.
 
+        ``wake=False``: the feeder is not told; of several requests only the last need be, or ``wake()`` does it.
         Raises ``ValueError`` for a request that cannot be read or does not fit a slot.
         """
         self.check()
@@ -211,19 +243,23 @@ class FeederClient:
         slot = self._free_slot() if self.room else None
         if slot is None:
             return False
-        wire = to_wire(request, self._table)
-        offsets, size = span_offsets(request.rows, self._row_bytes)
-        if size > self._shape.slot_bytes:
-            raise ValueError(f"a batch of {size:,} bytes; the ring was made for {self._shape.slot_bytes:,} at most")
-        slot.ask(key, offsets, request.rows, pack_blob(offsets, request.rows, wire))
+        if isinstance(request, BatchRequest):
+            (request,) = self.prepare([request])
+        slot.ask(key, *request)
         self._ask(slot)
         self._keys[key] = slot
-        self._ring_bell()
+        if wake:
+            self._ring_bell()
         counters = self.counters
         counters[TrainerCounter.REQUESTED] += 1
         counters[TrainerCounter.LAST_CALL] = time.monotonic_ns()
         counters[TrainerCounter.SLOTS_BUSY] = self._busy()
         return True
+
+    def wake(self) -> None:
+        """Have the feeder look at what was asked; ``wait`` does so, too."""
+        self.check()
+        self._ring_bell()
 
     def ready(self, key: int) -> bool:
         """Whether ``wait(key)`` would return at once."""
@@ -232,6 +268,19 @@ class FeederClient:
         slot = self._keys[key]
         completion = slot.completion()
         return completion is not None and completion.status != Status.CANCELLED
+
+    def look(self, key: int) -> Filled | None:
+        """``wait(key)`` if the batch is there, else None at once."""
+        self.check()
+        counters = self.counters
+        counters[TrainerCounter.LAST_CALL] = time.monotonic_ns()
+        filled = self._result(key) if _LOADS_IN_ORDER else None
+        if filled is None:
+            self._listen()
+            filled = self._result(key)
+        if filled is not None:
+            counters[TrainerCounter.LAST_WAIT_NS] = 0
+        return filled
 
     def wait(self, key: int, timeout: float | None = None) -> Filled | None:
         """The batch asked under ``key``, once it is there; None after ``timeout`` seconds.
@@ -299,11 +348,9 @@ class FeederClient:
         number = self._hold_serial
         # In this order: whatever ctrl-C leaves of it is released with the owner.
         if owner is not None:
-            self._owners[number] = weakref.ref(owner)
+            self._owners[number] = _Owner(number, owner, self._released.append)
         self._holds[number] = slot
         slot.holds.add(number)
-        if owner is not None:
-            weakref.finalize(owner, self._released.append, number).atexit = False
         return number
 
     def release(self, number: int) -> None:
@@ -396,7 +443,8 @@ class FeederClient:
     def _collect(self) -> None:
         """Take in what finalizers released."""
         while self._released:
-            number = self._released.popleft()
+            released = self._released.popleft()
+            number = released if isinstance(released, int) else released.number
             slot = self._holds.pop(number, None)
             self._owners.pop(number, None)
             if slot is not None:

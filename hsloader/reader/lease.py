@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ from hsloader.reader.batch import BadSample
 from hsloader.reader.hosts import Host
 from hsloader.reader.ring import Completion, Request, Ring
 
-__all__ = ["Filled", "Slot", "SpanKind", "State", "watch_forks"]
+__all__ = ["Filled", "Prepared", "Slot", "SpanKind", "State", "watch_forks"]
 
 # What a span of a field looks like: the bits' type, bytes of a row, shape of a row.
 SpanKind = tuple[np.dtype[np.generic], int, tuple[int, ...]]
@@ -53,6 +53,14 @@ class Filled:
     def spans(self) -> tuple[npt.NDArray[Any], ...]:
         """Every span, in the order of the fields."""
         return tuple(self.span(number) for number in range(len(self.rows)))
+
+
+class Prepared(NamedTuple):
+    """A request ready to be written: where its spans lie in the slot, their rows, and what the feeder is told."""
+
+    offsets: tuple[int, ...]
+    rows: tuple[int, ...]
+    blob: bytes
 
 
 class Slot:
@@ -98,17 +106,18 @@ class Slot:
 
     def completion(self) -> Completion | None:
         """What became of what was asked last; None if that is open, or nothing was asked."""
-        request = self.ring.request(self.number)
-        completion = self.ring.completion(self.number)
-        if request is None or completion is None or completion.serial != request.serial:
-            return None
-        return completion
+        return self._answered(self.ring.request(self.number))
 
     def acknowledged(self) -> bool:
         """Whether the feeder will not touch the slot: it answered what was asked, or nothing was."""
         if self.open:
-            self.open = self.ring.request(self.number) is not None and self.completion() is None
+            request = self.ring.request(self.number)
+            self.open = request is not None and self._answered(request) is None
         return not self.open
+
+    def _answered(self, request: Request | None) -> Completion | None:
+        completion = self.ring.completion(self.number) if request is not None else None
+        return completion if completion is not None and completion.serial == request.serial else None  # type: ignore[union-attr]
 
     def answer(self, completion: Completion) -> bytes:
         """The bytes that came with a completion."""

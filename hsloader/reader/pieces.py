@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
 from typing import NoReturn
 
 import numpy as np
@@ -27,6 +28,7 @@ WIRE = np.dtype(
 SPAN_ALIGNMENT = 512  # what CUDA's own allocations have; a span of a slot starts at a multiple of it
 
 _FIELD_SHIFT = 48  # more rows than any span has
+_BATCH_SHIFT = 57  # more fields than any dataset has, by far
 
 _all = np.logical_and.reduce  # what ndarray.all does, without its layers of Python
 
@@ -63,30 +65,36 @@ def span_offsets(rows: Sequence[int], row_bytes: Sequence[int]) -> tuple[tuple[i
     return tuple(offsets), end
 
 
-def to_wire(request: BatchRequest, table: SampleTable) -> Pieces:
-    """``request``'s pieces as wire pieces, sorted by (field, dest). ``ValueError`` for a piece that cannot be.
+def to_wire(requests: Sequence[BatchRequest], table: SampleTable) -> list[Pieces]:
+    """Each request's pieces as wire pieces, sorted by (field, dest). ``ValueError`` for a piece that cannot be.
 
     Empty pieces vanish. Checked: the field, the sample, the rows inside the sample and inside the span, and that no
-    two pieces of a field share a row of the span.
+    two pieces of a field share a row of the span. At most 64 requests.
     """
-    # The trainer's thread pays for this in every step: few numpy calls, and words only for what is wrong.
-    field, sample, start, stop, dest = np.ascontiguousarray(request.pieces).view(np.int64).reshape(-1, 5).T
+    # The trainer's thread pays for this in its steps: few calls of numpy, for all requests at once, and words only for
+    # what is wrong.
+    sizes = [len(request.pieces) for request in requests]
+    pieces = [np.ascontiguousarray(request.pieces).view(np.int64).reshape(-1, 5) for request in requests]
+    field, sample, start, stop, dest = np.concatenate(pieces).T
+    batch = np.repeat(np.arange(len(requests)), sizes)
     rows = stop - start
-    spans = np.array(request.rows, np.int64)
-    sound = (field.view(np.uint64) < len(spans)) & (sample.view(np.uint64) < len(table.lengths))
+    spans = np.array([request.rows for request in requests], np.int64)
+    sound = (field.view(np.uint64) < spans.shape[1]) & (sample.view(np.uint64) < len(table.lengths))
     sound &= ((start | dest | rows) >= 0) & (stop <= table.lengths.take(sample, mode="clip"))
-    sound &= dest + rows <= spans.take(field, mode="clip")
+    sound &= dest + rows <= spans.ravel().take(batch * spans.shape[1] + field, mode="clip")
     if not _all(sound):
-        _refuse(request, table)
+        _refuse(requests, table)
     wire = np.empty((len(rows), 6), np.int64)
     for at, column in enumerate((field, table.segment_of[sample], sample, None, rows, dest)):
         if column is not None:
             wire[:, at] = column
     np.add(table.first_rows[sample], start, out=wire[:, 3])
     if not _all(rows):
-        wire = wire[rows > 0]
-    # One number orders pieces by field and row, and the end of one may not pass the beginning of the next.
-    place = (wire[:, 0] << _FIELD_SHIFT) + wire[:, 5]
+        some = rows > 0
+        wire, batch = wire[some], batch[some]
+        sizes = np.bincount(batch, minlength=len(requests)).tolist()
+    # One number orders pieces by batch, field and row, and the end of one may not pass the beginning of the next.
+    place = (batch << _BATCH_SHIFT) + (wire[:, 0] << _FIELD_SHIFT) + wire[:, 5]
     if not _all(place[1:] >= (place + wire[:, 4])[:-1]):
         order = np.argsort(place, kind="stable")
         wire, place = wire[order], place[order]
@@ -95,12 +103,13 @@ def to_wire(request: BatchRequest, table: SampleTable) -> Pieces:
             at = int(np.argmax(crossing))
             both = " and ".join(f"rows {d} to {d + n} of field {f}" for f, _, _, _, n, d in wire[at : at + 2].tolist())
             raise ValueError(f"two pieces share rows of a span: {both}")
-    return wire.view(WIRE).reshape(-1)
+    ends = list(accumulate(sizes, initial=0))
+    return [wire[first:end].view(WIRE).reshape(-1) for first, end in pairwise(ends)]
 
 
-def _refuse(request: BatchRequest, table: SampleTable) -> NoReturn:
+def _refuse(requests: Sequence[BatchRequest], table: SampleTable) -> NoReturn:
     """Say which piece cannot be, and why."""
-    for piece in request.pieces:
+    for request, piece in chain.from_iterable(((asked, piece) for piece in asked.pieces) for asked in requests):
         field, sample, start, stop, dest = piece.tolist()
         problem = ""
         if not 0 <= field < len(request.rows):

@@ -1,7 +1,8 @@
 """The ring: one memory file that the trainer and its feeder share; ``hsloader.monitor.header`` draws its layout.
 
-Records carry their own crc32c and are read only after a system call (poll or recv), so that a half-written one is
-never taken for a record; areas are read and written with pread and pwrite, so the file may grow under a mapping.
+Records carry their own crc32c, so that a half-written one is never taken for a record, and are read only after a system
+call (poll or recv) or where the processor keeps loads in order; areas are read and written with pread and pwrite, so
+the file may grow under a mapping.
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ import os
 import struct
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -54,8 +54,7 @@ class Status:
     FAILED = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """The trainer's record of a slot. ``serial`` never repeats in a ring; 0 means that nothing was asked yet."""
 
     serial: int
@@ -67,8 +66,7 @@ class Request:
     blob_crc: int
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
+class Completion(NamedTuple):
     """The feeder's record of a slot: what became of request ``serial``. Instants and bytes as in ``counters``."""
 
     serial: int

@@ -88,6 +88,40 @@ def test_packs_agree_with_plain_concatenation(
     assert batch["error_records"] == len(bad)
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.lists(lengths_of, min_size=1, max_size=5), st.integers(1, 30), st.booleans(), st.data())
+def test_batches_that_are_laid_out_together_are_those_of_each_alone(
+    batches: list[list[int]], size: int, by_count: bool, data: st.DataObject
+) -> None:
+    lengths = [length for batch in batches for length in batch]
+    source, sizes = made(lengths), [len(batch) for batch in batches]
+    bad = data.draw(st.sets(st.integers(0, len(lengths) - 1)))
+    name = data.draw(st.sampled_from(["speculators-0.4", "speculators-0.9", "raw"]))
+    options = {"batch_size": 3} if by_count and name == "raw" else {"max_tokens": size}
+    if by_count and name != "raw":
+        name, options = "specforge-0.2", {"batch_size": max(sizes)}
+    trainer = trainer_named(name, FIELDS, **options)
+    samples = np.arange(len(lengths))
+    together = trainer.lay_out_all(samples, source.lengths, sizes, bad)
+    first = 0
+    for layout, count in zip(together, sizes, strict=True):
+        alone = laid_out(trainer, source, list(range(first, first + count)), bad)
+        first += count
+        assert layout.samples.tolist() == alone.samples.tolist()
+        assert layout.pieces.tolist() == alone.pieces.tolist()
+        assert (layout.bad, layout.shape, layout.rows, layout.shapes, layout.tokens) == (
+            alone.bad, alone.shape, alone.rows, alone.shapes, alone.tokens,
+        )  # fmt: skip
+        assert {name: array.tolist() for name, array in layout.host.items()} == {
+            name: array.tolist() for name, array in alone.host.items()
+        }
+        pieces = layout.pieces[layout.pieces["span"] == 0]
+        assert layout.tokens == (pieces["stop"] - pieces["start"]).sum()
+        assert {name: np.prod(shape, dtype=int) for name, shape in layout.shapes.items()} == {
+            span.name: layout.rows[span.name] * np.prod(span.field.shape, dtype=int) for span in trainer.spans
+        }
+
+
 @settings(max_examples=60, deadline=None)
 @given(lengths_of, st.none() | st.integers(1, 9), st.integers(1, 4), st.integers(1, 3))
 def test_no_batch_is_larger_than_the_bound(lengths: list[int], max_length: int | None, size: int, degree: int) -> None:

@@ -1,0 +1,417 @@
+"""The way of a batch from the ring into the memory of a GPU: side stream, cast, noise, and when a slot is free again.
+
+The rules, each of which has cost somebody a corrupted batch:
+
+* A batch's memory is allocated on the stream that is current in ``next()``.  The side stream waits for that stream
+  (its allocator may hand out memory that earlier work there still reads), then copies.
+* The stream that is current at hand-out waits for the copy.  Only if it is another one is ``record_stream`` needed.
+* A slot is free when the event behind its copy has completed, which ``query()`` tells: the host never waits.
+* A batch that was sent and is not wanted any more keeps its memory until that event, too.
+* The ring is registered with CUDA slot by slot, as they are first used, and unregistered before it is unmapped; one
+  that the client replaced, as soon as no copy reads it.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hsloader.batches.noise import GaussianNoise, UniformNoise
+from hsloader.batches.states import restored, torch_dtype
+from hsloader.device.driver import Driver
+from hsloader.device.packing import NOT_IN_NUMPY, Packing, Part, part_of, strided, torch_dtype_of
+from hsloader.reader.lease import Filled
+from hsloader.store.fields import Field
+
+__all__ = ["Parcel", "SpanPlan", "Transfers", "add_noise"]
+
+_TIMED = 8  # of so many transfers one is timed
+
+
+@dataclass(frozen=True, slots=True)
+class SpanPlan:
+    """What becomes of a span on its way: its dtype in the batch, the span with its fp8 scales, whether it is noised."""
+
+    name: str
+    field: Field
+    dtype: torch.dtype
+    scale: str | None
+    noisy: bool
+
+    @property
+    def stored(self) -> torch.dtype:
+        """Its dtype in the ring."""
+        return torch_dtype(self.field.dtype)
+
+    @property
+    def changes(self) -> bool:
+        """Whether its values are not simply copied."""
+        return self.noisy or self.dtype != self.stored
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the host packs it together with its own arrays, cast if it must be, as ids and masks."""
+        castable = self.dtype == self.stored or not {self.dtype, self.stored} & NOT_IN_NUMPY
+        return self.field.is_token_field and castable and not self.noisy
+
+
+class Parcel:
+    """A batch under way.  Whoever reads its slot must keep it until the slot is not read any more."""
+
+    __slots__ = ("__weakref__", "bytes", "gear", "host", "over", "place", "sent", "spans", "stream", "taken", "timed")
+
+    def __init__(self, stream: Any, gear: _Gear) -> None:
+        self.stream = stream
+        self.gear = gear
+        self.timed = False
+        self.sent = False
+        self.over = False  # the transfer was seen to have ended
+        self.taken = False  # the batch was handed out
+        self.place = (0, 0)  # (ring, slot) that it is copied from
+        self.bytes = 0
+        self.spans: dict[str, torch.Tensor] = {}
+        self.host: dict[str, torch.Tensor] = {}
+
+
+class _Gear:
+    """What a parcel needs on its way, used again by later parcels: events, and pinned memory for what is small."""
+
+    __slots__ = ("done", "packing", "places", "ready", "staged", "staging", "started")
+
+    def __init__(self, driver: Driver) -> None:
+        self.ready = driver.event()
+        self.started = driver.event(timed=True)
+        self.done = driver.event(timed=True)
+        self.staging: torch.Tensor | None = None
+        self.packing: Packing | None = None  # of ``places``, and of ``staged``, which is all of them
+        self.places: list[NDArray[np.generic]] = []
+        self.staged: torch.Tensor | None = None
+
+    def pack(self, packing: Packing, sources: Sequence[NDArray[np.generic]], driver: Driver) -> torch.Tensor:
+        """Copy ``sources`` to their places in pinned memory, which is returned."""
+        if self.packing is not packing:
+            self.packing = None
+            if self.staging is None or self.staging.numel() < packing.bytes:
+                self.staging = driver.pinned(packing.bytes)
+            self.places, self.staged = packing.on_host(self.staging), packing.staged(self.staging)
+            self.packing = packing
+        for place, source in zip(self.places, sources, strict=True):
+            np.copyto(place, source, casting="unsafe")
+        assert self.staged is not None
+        return self.staged
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """Spans ``first`` to ``last`` (numbers) that travel in one copy, as they lie side by side and stay as they are."""
+
+    first: int
+    last: int
+    dtype: torch.dtype
+
+
+def _moves(plans: Sequence[SpanPlan]) -> list[_Move]:
+    """The copies of a batch's states. Spans that change their dtype are in none, nor are those that are packed.
+
+    Apart from what is small, as a script may collect its masks, and would keep the states with them.
+    """
+    moves: list[_Move] = []
+    for number, plan in enumerate(plans):
+        if plan.is_small or plan.dtype != plan.stored:
+            continue
+        if moves and moves[-1].last == number - 1 and moves[-1].dtype == plan.dtype:
+            moves[-1] = _Move(moves[-1].first, number, plan.dtype)
+        else:
+            moves.append(_Move(number, number, plan.dtype))
+    return moves
+
+
+class _Memory:
+    """What must be undone when the transfers end: apart from them, so that they can be collected."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+        self.owner = os.getpid()
+        self.moving: list[Parcel] = []
+        self.registered: dict[tuple[int, int], tuple[NDArray[np.uint8], torch.Tensor]] = {}
+        self.replaced: set[tuple[int, int]] = set()  # those of rings that a newer one has replaced
+
+    def register(self, place: tuple[int, int], memory: NDArray[np.uint8]) -> None:
+        """Register a slot.  A place in a newer ring than any before makes all others places in a replaced one."""
+        self.driver.register(memory)
+        self.registered[place] = memory, torch.from_numpy(memory)
+        newest = max(ring for ring, _ in self.registered)
+        self.replaced = {known for known in self.registered if known[0] < newest}
+
+    def forget_replaced(self) -> None:
+        """Unregister the slots of replaced rings that nothing moves from; a batch may still come from one later."""
+        for place in self.replaced - {parcel.place for parcel in self.moving}:
+            self.replaced.discard(place)
+            # Kept until it is unregistered, as this may be all that keeps it mapped.
+            memory = self.registered.pop(place, None)
+            if memory is not None:
+                self.driver.unregister(memory[0])
+
+    def mark(self, parcel: Parcel) -> None:
+        """Give a parcel whose sending was interrupted its event: behind whatever was started of it."""
+        if not parcel.sent:
+            parcel.bytes = 0
+            self.driver.record(parcel.gear.done, self.driver.side)
+            parcel.sent = True
+
+    def shut(self) -> None:
+        if self.owner != os.getpid():  # CUDA does not survive a fork, and all of this is the parent's
+            self.moving.clear()
+            self.registered.clear()
+            return
+        try:
+            for parcel in self.moving:
+                self.mark(parcel)
+                self.driver.synchronize(parcel.gear.done)
+        finally:  # also if CUDA is broken by then: memory must not be unmapped before
+            self.moving.clear()
+            while self.registered:
+                self.driver.unregister(self.registered.popitem()[1][0])
+
+
+class Transfers:
+    """Sends batches to a device in few copies: one of the states, one of all that is small, which the host packs.
+
+    ``plans``: the spans in the order of the ring's.  ``moved`` is called with (nanoseconds, bytes) of transfers that
+    are over: one in eight is timed, and stands for those since the one before.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        plans: Sequence[SpanPlan],
+        noise: UniformNoise | GaussianNoise | None,
+        moved: Callable[[int, int], None],
+    ) -> None:
+        self._driver = driver
+        self._plans = tuple(plans)
+        self._noise = noise
+        self._moved = moved
+        self._moves = _moves(self._plans)
+        self._small = [(number, plan) for number, plan in enumerate(self._plans) if plan.is_small]
+        self._recast = [
+            (number, plan) for number, plan in enumerate(self._plans) if plan.dtype != plan.stored and not plan.is_small
+        ]
+        self._packing = Packing(())
+        self._gear: list[_Gear] = []
+        self._sent = 0
+        self._untimed = 0  # bytes
+        self._sources: dict[tuple[tuple[int, int], int], tuple[tuple[int, int], torch.Tensor]] = {}
+        self._memory = _Memory(driver)
+        self._finalizer = weakref.finalize(self, _Memory.shut, self._memory)
+
+    @property
+    def moving(self) -> int:
+        """Transfers whose end was not seen yet."""
+        return len(self._memory.moving)
+
+    def current(self) -> Any:
+        """The stream that is current; raises ``LoaderError`` during graph capture, before anything that CUDA forbids
+        then, as asking an event."""
+        self._driver.check_not_capturing()
+        return self._driver.current()
+
+    def register(self, place: tuple[int, int], memory: NDArray[np.uint8]) -> None:
+        """Let the device read a slot, if it could not before.
+
+        That takes 0.4 s a GiB, which are best spent while the slot is being filled.
+        """
+        if place not in self._memory.registered:
+            self._memory.register(place, memory)
+            self._sources.clear()
+
+    def prepare(self, stream: Any) -> Parcel:
+        """A parcel for a batch of ``stream``, kept from now on until its transfer is over.
+
+        Whoever has the slot's lease hang on the parcel's life can be interrupted anywhere.
+        """
+        return Parcel(stream, self._gear.pop() if self._gear else _Gear(self._driver))
+
+    def send(
+        self,
+        parcel: Parcel,
+        filled: Filled,
+        *,
+        shapes: Mapping[str, tuple[int, ...]],
+        host: Mapping[str, NDArray[np.generic]],
+        noisy: Sequence[NDArray[np.int64] | None],
+        seed: int,
+    ) -> None:
+        """Start the copies of a batch.
+
+        ``shapes`` of the spans in the batch; ``host``: small arrays; ``noisy[i]``: int64 [runs, 2] rows of span i that
+        get noise, None for none; ``seed`` of the noise.
+        """
+        driver, gear = self._driver, parcel.gear
+        self.register((filled.ring, filled.slot), filled.memory)
+        parcel.place = filled.ring, filled.slot
+        copies = [self._placed(move, parcel, filled, shapes) for move in self._moves]
+        casts = [(plan, *self._cast(number, plan, parcel, filled)) for number, plan in self._recast]
+        if host or self._small:
+            copies.append(self._packed(parcel, filled, shapes, host))
+        spans = parcel.spans
+
+        def work() -> None:
+            for target, source in copies:
+                target.copy_(source, non_blocking=True)
+            for plan, target, source in casts:
+                # What is only staged here is allocated, used and freed on the side stream.
+                staged = torch.empty_like(source, device=target.device).copy_(source, non_blocking=True)
+                restored(staged, plan.dtype, spans[plan.scale] if plan.scale else None, out=target)
+            if self._noise is not None:
+                generator = driver.generator(seed)
+                for plan, runs in zip(self._plans, noisy, strict=True):
+                    if runs is not None:
+                        rows = spans[plan.name].view(-1, *plan.field.shape)
+                        add_noise(self._noise, rows, runs, generator)
+
+        parcel.timed = self._sent % _TIMED == 0
+        self._memory.moving.append(parcel)  # first: what an interrupted call has started is waited for, too
+        driver.record(gear.ready, parcel.stream)
+        driver.wait(driver.side, gear.ready)
+        if parcel.timed:
+            driver.record(gear.started, driver.side)
+        driver.run(driver.side, work)
+        driver.record(gear.done, driver.side)
+        parcel.sent = True
+        self._sent += 1
+
+    def hand_out(self, parcel: Parcel, stream: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """(spans, host arrays) of a parcel on the device, for ``stream``, the one that is current now."""
+        driver = self._driver
+        if not parcel.over:
+            driver.wait(stream, parcel.gear.done)
+        spans, host = parcel.spans, parcel.host
+        if stream != parcel.stream:
+            for tensor in (*spans.values(), *host.values()):
+                driver.used_on(tensor, stream)
+        parcel.spans, parcel.host = {}, {}  # the caller's alone: dropped early, the memory is free early
+        parcel.taken = True
+        if parcel.over:
+            self._gear.append(parcel.gear)
+        return spans, host
+
+    def retire(self) -> None:
+        """Let go of the parcels whose transfer is over, and with them of their slots."""
+        memory, driver = self._memory, self._driver
+        still: list[Parcel] = []
+        over: list[Parcel] = []
+        for parcel in memory.moving:
+            memory.mark(parcel)
+            (over if driver.completed(parcel.gear.done) else still).append(parcel)
+        memory.moving[:] = still
+        for parcel in over:
+            parcel.over = True
+            self._count(parcel)
+            if parcel.taken:
+                self._gear.append(parcel.gear)
+        if memory.replaced:
+            memory.forget_replaced()
+            self._sources.clear()
+
+    def close(self) -> None:
+        """Wait for what is under way and unregister the ring.  Call it before the ring goes."""
+        self._sources.clear()
+        self._finalizer()
+
+    def _count(self, parcel: Parcel) -> None:
+        if not parcel.timed or not parcel.bytes:
+            self._untimed += parcel.bytes
+            return
+        size = self._untimed + parcel.bytes
+        self._untimed = 0
+        spent = self._driver.milliseconds(parcel.gear.started, parcel.gear.done)
+        self._moved(int(spent * 1e6 * size / parcel.bytes), size)
+
+    def _placed(
+        self, move: _Move, parcel: Parcel, filled: Filled, shapes: Mapping[str, tuple[int, ...]]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Give the states of a move their places on the device; (to, from) of their copy."""
+        plans, itemsize = self._plans, move.dtype.itemsize
+        start = filled.offsets[move.first]
+        stop = filled.offsets[move.last] + filled.rows[move.last] * plans[move.last].field.row_bytes
+        block = self._driver.empty(((stop - start) // itemsize,), move.dtype)
+        for number in range(move.first, move.last + 1):
+            first = (filled.offsets[number] - start) // itemsize
+            parcel.spans[plans[number].name] = strided(block, first, shapes[plans[number].name])
+        parcel.bytes += stop - start
+        return block, self._source(move, parcel.place, start, stop)
+
+    def _source(self, move: _Move, place: tuple[int, int], start: int, stop: int) -> torch.Tensor:
+        """The bytes of a move in a slot; of packed batches they are the same whenever the slot comes round."""
+        known = self._sources.get((place, move.first))
+        if known is None or known[0] != (start, stop):
+            whole = self._memory.registered[place][1]
+            known = (start, stop), part_of(whole, start, move.dtype, ((stop - start) // move.dtype.itemsize,))
+            self._sources[place, move.first] = known
+        return known[1]
+
+    def _cast(self, number: int, plan: SpanPlan, parcel: Parcel, filled: Filled) -> tuple[torch.Tensor, torch.Tensor]:
+        """Give a span that changes its dtype its place on the device; (to, from)."""
+        shape = filled.rows[number], *plan.field.shape
+        source = part_of(self._memory.registered[parcel.place][1], filled.offsets[number], plan.stored, shape)
+        parcel.spans[plan.name] = self._driver.empty(shape, plan.dtype)
+        parcel.bytes += source.nbytes
+        return parcel.spans[plan.name], source
+
+    def _packed(
+        self,
+        parcel: Parcel,
+        filled: Filled,
+        shapes: Mapping[str, tuple[int, ...]],
+        host: Mapping[str, NDArray[np.generic]],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Put what is small side by side in pinned memory, and give it its place on the device: one copy."""
+        sources = [filled.span(number).reshape(shapes[plan.name]) for number, plan in self._small]
+        sources += host.values()
+        parts = [Part(plan.name, plan.dtype, shapes[plan.name]) for _, plan in self._small]
+        parts += [Part(name, torch_dtype_of(array.dtype), array.shape) for name, array in host.items()]
+        if self._packing.parts != tuple(parts):
+            self._packing = Packing(parts)
+        packing = self._packing
+        staged = parcel.gear.pack(packing, sources, self._driver)
+        block = self._driver.empty(packing.shape, packing.dtype)
+        for name, tensor in packing.on_device(block).items():
+            (parcel.host if name in host else parcel.spans)[name] = tensor
+        parcel.bytes += packing.bytes
+        return block, staged
+
+
+def add_noise(
+    noise: UniformNoise | GaussianNoise, states: torch.Tensor, runs: NDArray[np.int64], generator: torch.Generator
+) -> None:
+    """Add noise in place to the rows ``runs`` (int64 [n, 2]: first row, number of rows) of ``states``.
+
+    As speculators' ``AddUniformNoise`` and ``AddGaussianNoise``, drawn in the dtype of the states.
+    """
+    for first, count in _merged(runs):
+        rows = states[first : first + count]
+        drawn = torch.empty_like(rows)
+        if isinstance(noise, UniformNoise):
+            drawn.uniform_(generator=generator).sub_(0.5).mul_(2 * noise.std)
+        else:
+            drawn.normal_(generator=generator).mul_(noise.std)
+        rows.add_(drawn)
+
+
+def _merged(runs: NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Runs of rows, neighbouring ones joined."""
+    merged: list[tuple[int, int]] = []
+    for first, count in runs[np.argsort(runs[:, 0], kind="stable")].tolist():
+        if merged and merged[-1][0] + merged[-1][1] == first:
+            merged[-1] = merged[-1][0], merged[-1][1] + count
+        else:
+            merged.append((first, count))
+    return merged
