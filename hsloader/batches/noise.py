@@ -1,4 +1,4 @@
-"""Noise on states while training: what to add and to which batch keys; ``device.py`` adds it."""
+"""Noise on states while training: what to add and to which batch keys; ``hsloader.device.noising`` adds it."""
 
 from __future__ import annotations
 

@@ -6,14 +6,14 @@ The rules, each of which has cost somebody a corrupted batch:
   (its allocator may hand out memory that earlier work there still reads), then copies.
 * The stream that is current at hand-out waits for the copy.  Only if it is another one is ``record_stream`` needed.
 * A slot is free when the event behind its copy has completed, which ``query()`` tells: the host never waits.
-* A batch that was sent and is not wanted any more keeps its memory until that event, too.
+* A batch that was sent and is not wanted any more keeps its memory until that event, too; and so does the pinned
+  memory that its small arrays are packed into, which is used again.
 * The ring is registered with CUDA slot by slot, as they are first used, and unregistered before it is unmapped; one
   that the client replaced, as soon as no copy reads it.
 """
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,11 +26,13 @@ from numpy.typing import NDArray
 from hsloader.batches.noise import GaussianNoise, UniformNoise
 from hsloader.batches.states import restored, torch_dtype
 from hsloader.device.driver import Driver
+from hsloader.device.noising import add_noise
 from hsloader.device.packing import NOT_IN_NUMPY, Packing, Part, part_of, strided, torch_dtype_of
+from hsloader.device.parcels import Gear, Memory, Parcel
 from hsloader.reader.lease import Filled
 from hsloader.store.fields import Field
 
-__all__ = ["Parcel", "SpanPlan", "Transfers", "add_noise"]
+__all__ = ["SpanPlan", "Transfers"]
 
 _TIMED = 8  # of so many transfers one is timed
 
@@ -62,52 +64,6 @@ class SpanPlan:
         return self.field.is_token_field and castable and not self.noisy
 
 
-class Parcel:
-    """A batch under way.  Whoever reads its slot must keep it until the slot is not read any more."""
-
-    __slots__ = ("__weakref__", "bytes", "gear", "host", "over", "place", "sent", "spans", "stream", "taken", "timed")
-
-    def __init__(self, stream: Any, gear: _Gear) -> None:
-        self.stream = stream
-        self.gear = gear
-        self.timed = False
-        self.sent = False
-        self.over = False  # the transfer was seen to have ended
-        self.taken = False  # the batch was handed out
-        self.place = (0, 0)  # (ring, slot) that it is copied from
-        self.bytes = 0
-        self.spans: dict[str, torch.Tensor] = {}
-        self.host: dict[str, torch.Tensor] = {}
-
-
-class _Gear:
-    """What a parcel needs on its way, used again by later parcels: events, and pinned memory for what is small."""
-
-    __slots__ = ("done", "packing", "places", "ready", "staged", "staging", "started")
-
-    def __init__(self, driver: Driver) -> None:
-        self.ready = driver.event()
-        self.started = driver.event(timed=True)
-        self.done = driver.event(timed=True)
-        self.staging: torch.Tensor | None = None
-        self.packing: Packing | None = None  # of ``places``, and of ``staged``, which is all of them
-        self.places: list[NDArray[np.generic]] = []
-        self.staged: torch.Tensor | None = None
-
-    def pack(self, packing: Packing, sources: Sequence[NDArray[np.generic]], driver: Driver) -> torch.Tensor:
-        """Copy ``sources`` to their places in pinned memory, which is returned."""
-        if self.packing is not packing:
-            self.packing = None
-            if self.staging is None or self.staging.numel() < packing.bytes:
-                self.staging = driver.pinned(packing.bytes)
-            self.places, self.staged = packing.on_host(self.staging), packing.staged(self.staging)
-            self.packing = packing
-        for place, source in zip(self.places, sources, strict=True):
-            np.copyto(place, source, casting="unsafe")
-        assert self.staged is not None
-        return self.staged
-
-
 @dataclass(frozen=True, slots=True)
 class _Move:
     """Spans ``first`` to ``last`` (numbers) that travel in one copy, as they lie side by side and stay as they are."""
@@ -115,6 +71,7 @@ class _Move:
     first: int
     last: int
     dtype: torch.dtype
+    last_row_bytes: int
 
 
 def _moves(plans: Sequence[SpanPlan]) -> list[_Move]:
@@ -126,59 +83,11 @@ def _moves(plans: Sequence[SpanPlan]) -> list[_Move]:
     for number, plan in enumerate(plans):
         if plan.is_small or plan.dtype != plan.stored:
             continue
+        first = number
         if moves and moves[-1].last == number - 1 and moves[-1].dtype == plan.dtype:
-            moves[-1] = _Move(moves[-1].first, number, plan.dtype)
-        else:
-            moves.append(_Move(number, number, plan.dtype))
+            first = moves.pop().first
+        moves.append(_Move(first, number, plan.dtype, plan.field.row_bytes))
     return moves
-
-
-class _Memory:
-    """What must be undone when the transfers end: apart from them, so that they can be collected."""
-
-    def __init__(self, driver: Driver) -> None:
-        self.driver = driver
-        self.owner = os.getpid()
-        self.moving: list[Parcel] = []
-        self.registered: dict[tuple[int, int], tuple[NDArray[np.uint8], torch.Tensor]] = {}
-        self.replaced: set[tuple[int, int]] = set()  # those of rings that a newer one has replaced
-
-    def register(self, place: tuple[int, int], memory: NDArray[np.uint8]) -> None:
-        """Register a slot.  A place in a newer ring than any before makes all others places in a replaced one."""
-        self.driver.register(memory)
-        self.registered[place] = memory, torch.from_numpy(memory)
-        newest = max(ring for ring, _ in self.registered)
-        self.replaced = {known for known in self.registered if known[0] < newest}
-
-    def forget_replaced(self) -> None:
-        """Unregister the slots of replaced rings that nothing moves from; a batch may still come from one later."""
-        for place in self.replaced - {parcel.place for parcel in self.moving}:
-            self.replaced.discard(place)
-            # Kept until it is unregistered, as this may be all that keeps it mapped.
-            memory = self.registered.pop(place, None)
-            if memory is not None:
-                self.driver.unregister(memory[0])
-
-    def mark(self, parcel: Parcel) -> None:
-        """Give a parcel whose sending was interrupted its event: behind whatever was started of it."""
-        if not parcel.sent:
-            parcel.bytes = 0
-            self.driver.record(parcel.gear.done, self.driver.side)
-            parcel.sent = True
-
-    def shut(self) -> None:
-        if self.owner != os.getpid():  # CUDA does not survive a fork, and all of this is the parent's
-            self.moving.clear()
-            self.registered.clear()
-            return
-        try:
-            for parcel in self.moving:
-                self.mark(parcel)
-                self.driver.synchronize(parcel.gear.done)
-        finally:  # also if CUDA is broken by then: memory must not be unmapped before
-            self.moving.clear()
-            while self.registered:
-                self.driver.unregister(self.registered.popitem()[1][0])
 
 
 class Transfers:
@@ -205,12 +114,12 @@ class Transfers:
             (number, plan) for number, plan in enumerate(self._plans) if plan.dtype != plan.stored and not plan.is_small
         ]
         self._packing = Packing(())
-        self._gear: list[_Gear] = []
+        self._gear: list[Gear] = []
         self._sent = 0
         self._untimed = 0  # bytes
         self._sources: dict[tuple[tuple[int, int], int], tuple[tuple[int, int], torch.Tensor]] = {}
-        self._memory = _Memory(driver)
-        self._finalizer = weakref.finalize(self, _Memory.shut, self._memory)
+        self._memory = Memory(driver)
+        self._finalizer = weakref.finalize(self, Memory.shut, self._memory)
 
     @property
     def moving(self) -> int:
@@ -237,7 +146,7 @@ class Transfers:
 
         Whoever has the slot's lease hang on the parcel's life can be interrupted anywhere.
         """
-        return Parcel(stream, self._gear.pop() if self._gear else _Gear(self._driver))
+        return Parcel(stream, self._gear.pop() if self._gear else Gear(self._driver))
 
     def send(
         self,
@@ -341,7 +250,7 @@ class Transfers:
         """Give the states of a move their places on the device; (to, from) of their copy."""
         plans, itemsize = self._plans, move.dtype.itemsize
         start = filled.offsets[move.first]
-        stop = filled.offsets[move.last] + filled.rows[move.last] * plans[move.last].field.row_bytes
+        stop = filled.offsets[move.last] + filled.rows[move.last] * move.last_row_bytes
         block = self._driver.empty(((stop - start) // itemsize,), move.dtype)
         for number in range(move.first, move.last + 1):
             first = (filled.offsets[number] - start) // itemsize
@@ -387,31 +296,3 @@ class Transfers:
             (parcel.host if name in host else parcel.spans)[name] = tensor
         parcel.bytes += packing.bytes
         return block, staged
-
-
-def add_noise(
-    noise: UniformNoise | GaussianNoise, states: torch.Tensor, runs: NDArray[np.int64], generator: torch.Generator
-) -> None:
-    """Add noise in place to the rows ``runs`` (int64 [n, 2]: first row, number of rows) of ``states``.
-
-    As speculators' ``AddUniformNoise`` and ``AddGaussianNoise``, drawn in the dtype of the states.
-    """
-    for first, count in _merged(runs):
-        rows = states[first : first + count]
-        drawn = torch.empty_like(rows)
-        if isinstance(noise, UniformNoise):
-            drawn.uniform_(generator=generator).sub_(0.5).mul_(2 * noise.std)
-        else:
-            drawn.normal_(generator=generator).mul_(noise.std)
-        rows.add_(drawn)
-
-
-def _merged(runs: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Runs of rows, neighbouring ones joined."""
-    merged: list[tuple[int, int]] = []
-    for first, count in runs[np.argsort(runs[:, 0], kind="stable")].tolist():
-        if merged and merged[-1][0] + merged[-1][1] == first:
-            merged[-1] = merged[-1][0], merged[-1][1] + count
-        else:
-            merged.append((first, count))
-    return merged

@@ -15,7 +15,11 @@ from hsloader.batches.layout import BatchLayout
 from hsloader.batches.noise import GaussianNoise, UniformNoise, noise_keys
 from hsloader.batches.states import restored, torch_dtype
 from hsloader.batches.trainer import Trainer
-from hsloader.device import CudaDriver, Driver, Parcel, SpanPlan, Transfers, add_noise, part_of
+from hsloader.device.driver import CudaDriver, Driver
+from hsloader.device.noising import add_noise
+from hsloader.device.packing import part_of
+from hsloader.device.parcels import Parcel
+from hsloader.device.transfers import SpanPlan, Transfers
 from hsloader.loading.settings import LoaderSettings
 from hsloader.loading.stream import BatchStream, Fetched
 from hsloader.monitor.counters import TrainerCounter

@@ -471,15 +471,16 @@ class FeederClient:
             self._ask(slot)
             self._ring_bell()
             return None
-        blob = slot.answer(completion)
         if completion.status == Status.FAILED:
-            raise FeederError(f"a batch could not be read: {blob.decode(errors='replace')}")
-        bad = decode_bad(blob, self.fields) if completion.bad else ()
+            raise FeederError(f"a batch could not be read: {slot.answer(completion).decode(errors='replace')}")
+        bad = decode_bad(slot.answer(completion), self.fields) if completion.bad else ()
         if not slot.received:
             slot.received = True
-            self.counters[TrainerCounter.RECEIVED] += 1
-            self.counters[TrainerCounter.LAST_SERIAL] = slot.serial
-            self.counters[TrainerCounter.BAD_SAMPLES] += len({entry.sample for entry in bad})
+            counters = self.counters
+            counters[TrainerCounter.RECEIVED] += 1
+            counters[TrainerCounter.LAST_SERIAL] = completion.serial
+            if bad:
+                counters[TrainerCounter.BAD_SAMPLES] += len({entry.sample for entry in bad})
         return slot.filled(self._kinds, bad, completion)
 
     def _watch(self, timeout: float | None) -> None:

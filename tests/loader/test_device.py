@@ -18,7 +18,7 @@ import torch
 import hsloader.loading.delivery as delivery_module
 import hsloader.loading.settings as settings_module
 from hsloader import DataLoader, UniformNoise
-from hsloader.device import CudaDriver
+from hsloader.device.driver import CudaDriver
 from hsloader.errors import LoaderError
 from hsloader.monitor.header import take_snapshot
 from hsloader.store.dataset import Dataset
