@@ -161,6 +161,13 @@ class ProcAccess:
                 continue
         return links
 
+    def link(self, pid: int, fd: int) -> str | None:
+        """What one descriptor leads to; None if it is closed or hidden."""
+        try:
+            return os.readlink(f"/proc/{pid}/fd/{fd}")
+        except OSError:
+            return None
+
     def stat_open_file(self, pid: int, fd: int, mount: int, remote: bool) -> os.stat_result | None:
         """The status of what a descriptor leads to; a mount that did not answer once is not asked again."""
         if mount in self.silent_mounts:

@@ -139,11 +139,13 @@ def _what(active: Sequence[ProcessReport], usual: float) -> str:
     current = {p.file.path: p.file for p in active if p.file is not None}
     if not current:
         return verb
-    if len(current) == 1:
+    met = all(p.file is not None for p in active)
+    if met and len(current) == 1:
         path, file = next(iter(current.items()))
         return f"{verb} {path}{f' ({size_text(file.size)})' if file.size else ''}"
     first = next(iter(current))
-    return f"{verb} {len(current)} files{f' of {size_text(usual)}' if usual else ''} (one is {first})"
+    number = f"{len(current)} " if met else ""  # some were met between two files only
+    return f"{verb} {number}files{f' of {size_text(usual)}' if usual else ''} (one is {first})"
 
 
 def _disk_part(s: Situation, active: Sequence[ProcessReport], from_disk: float, rate: float) -> tuple[bool, str]:

@@ -80,7 +80,7 @@ class _Observer:
         self.access = access
         self.tracks: dict[int, Track] = {}
         self.mounts: dict[int, Mount] = {}
-        self.status: dict[tuple[int, str], tuple[int | None, str, tuple[int, int]]] = {}
+        self.status: dict[tuple[int, str], tuple[int, str, tuple[int, int]]] = {}
         self.polled: dict[int, tuple[Syscall, tuple[int, ...]]] = {}
         self.maps: dict[int, tuple[str, dict[str, Mapping]]] = {}
         self.ended = False
@@ -323,12 +323,12 @@ class _Observer:
             return
         self.ended = self.ended or (pid == self.root and task.state in "ZX")
         links = self.access.links(pid) if task.state not in "ZX" else {}
+        files = [f for fd, path in links.items() if fd > 2 and (f := self._file(pid, fd, path))]
         tids = self._thread_ids(pid)
         if len(tids) > _MOST_THREADS:
             restless = [t.tid for t in track.first.threads if t.state in "RD" or t.name.startswith("pt_data")]
             tids = list(dict.fromkeys([pid, *restless, *tids[1:]]))[:_MOST_THREADS]
         threads = tuple(self._threads(pid, tids, links, full=False))
-        files = [f for fd, path in links.items() if fd > 2 and (f := self._file(pid, fd, path))]
         if maps:
             files += self._mapped_files(pid)
         track.glances.append(Glance(time.monotonic(), threads, tuple(files)))
@@ -340,20 +340,25 @@ class _Observer:
         info = parse_fdinfo(text) if text else None
         if info is None or not info.readable:
             return None
-        size, kind, device = self._status(pid, fd, path, info)
+        key = info.mount, path
+        status = self.status.get(key) or self._status(pid, fd, info)
+        if self.access.link(pid, fd) != path:  # closed since, and its number may be another file's by now
+            return None
+        if status is None:
+            mount = self.mounts.get(info.mount)
+            return FileSeen(fd, path, info.position, info.mount, device=mount.device if mount else (0, 0))
+        self.status[key] = status
+        size, kind, device = status
         return FileSeen(fd, path, info.position, info.mount, size, kind, device) if kind != "folder" else None
 
-    def _status(self, pid: int, fd: int, path: str, info: FdInfo) -> tuple[int | None, str, tuple[int, int]]:
-        key = info.mount, path
-        if key not in self.status:
-            mount = self.mounts.get(info.mount)
-            found = self.access.stat_open_file(pid, fd, info.mount, mount is None or is_remote(mount.kind))
-            if found is None:
-                return None, "file", mount.device if mount else (0, 0)
-            kinds = {stat.S_IFIFO: "fifo", stat.S_IFDIR: "folder", stat.S_IFCHR: "device", stat.S_IFBLK: "device"}
-            device = os.major(found.st_dev), os.minor(found.st_dev)
-            self.status[key] = found.st_size, kinds.get(stat.S_IFMT(found.st_mode), "file"), device
-        return self.status[key]
+    def _status(self, pid: int, fd: int, info: FdInfo) -> tuple[int, str, tuple[int, int]] | None:
+        mount = self.mounts.get(info.mount)
+        found = self.access.stat_open_file(pid, fd, info.mount, mount is None or is_remote(mount.kind))
+        if found is None:
+            return None
+        kinds = {stat.S_IFIFO: "fifo", stat.S_IFDIR: "folder", stat.S_IFCHR: "device", stat.S_IFBLK: "device"}
+        device = os.major(found.st_dev), os.minor(found.st_dev)
+        return found.st_size, kinds.get(stat.S_IFMT(found.st_mode), "file"), device
 
     def _mapped_files(self, pid: int) -> Iterable[FileSeen]:
         for mapping in self._data_maps(pid):

@@ -159,7 +159,7 @@ class _Shard(_Step):
         """Copy what decoded token chunks hold; the rest of the group."""
         group = self.group
         missing = np.ones(len(group.chunk), np.bool_)
-        for chunk in np.unique(group.chunk).tolist():
+        for chunk in dict.fromkeys(group.chunk.tolist()):  # numpy.unique would first import numpy.ma, for 10 ms
             decoded = worker.shared.tokens.get((group.segment, group.field, chunk))
             if decoded is not None:
                 here = group.chunk == chunk

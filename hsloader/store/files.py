@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import stat
 from pathlib import Path
 
@@ -43,7 +42,7 @@ def replace_file(path: Path, data: bytes, *, scratch: Path) -> None:
 
     In a dataset's own scratch only under the dataset's lock: whoever holds it may delete such files.
     """
-    temporary = scratch / f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}.swap"
+    temporary = scratch / f"{path.name}.{os.getpid()}.{os.urandom(4).hex()}.swap"
     try:
         write_new(temporary, data)
         temporary.replace(path)

@@ -75,6 +75,12 @@ def test_workers_at_the_limit_of_a_disk() -> None:
     assert "nothing is deadlocked; a batch of 8 needs 2.5 s at this rate" in found.sentence
 
 
+def test_a_worker_met_between_two_files_is_not_said_to_read_another_ones() -> None:
+    first, second = _readers(2, 310e6)
+    found = judge(_situation(_trainer(Wait.POLL), first, dataclasses.replace(second, file=None, files=())))
+    assert found.sentence.startswith("2 workers read files of 97 MB (one is /data/rows_8000-10000/data_9142.pt) at ")
+
+
 def test_a_dataset_of_hsloader_is_not_to_be_converted() -> None:
     host = HostReport(cpus=8, disks={"vda": (0.98, 310e6)})
     readers = _readers(2, 310e6)

@@ -469,12 +469,40 @@ def test_reading_in_threads_is_said_once(
 
 
 def test_the_feeder_needs_neither_torch_nor_zarr() -> None:
+    # Nor multiprocessing, not even to decode: numcodecs would ask it for a lock.
     code = (
-        "import sys; from hsloader.reader.boot import import_light; import_light(); import hsloader.reader.feeder\n"
-        "heavy = {'torch', 'zarr', 'pandas', 'subprocess', 'logging', 'importlib.metadata'}\n"
+        "from hsloader.reader.boot import import_light; import_light(); import hsloader.reader.feeder\n"
+        f"{_DECODE}"
+        "heavy = {'torch', 'zarr', 'pandas', 'subprocess', 'logging', 'importlib.metadata', 'numcodecs.registry'}\n"
+        "heavy |= {'multiprocessing', 'tempfile', 'numpy.ma'}\n"
         "sys.exit(', '.join(heavy & set(sys.modules)) or 0)"
     )
-    subprocess.run([sys.executable, "-P", "-S", "-c", f"import sys; sys.path[:] = {sys.path!r}; {code}"], check=True)
+    _run_as_a_child(code)
+
+
+def test_the_feeder_has_the_ordinary_multiprocessing_where_numcodecs_wants_more_of_it() -> None:
+    code = (
+        "import types; from hsloader.reader import boot\n"
+        "boot._without_locks = lambda: types.ModuleType('multiprocessing')\n"
+        "boot.import_light(); import hsloader.reader.feeder\n"
+        f"{_DECODE}"
+        "import multiprocessing, numcodecs.blosc; assert numcodecs.blosc.multiprocessing is multiprocessing\n"
+        "assert multiprocessing.get_context"
+    )
+    _run_as_a_child(code)
+
+
+_DECODE = (
+    "import numpy as np; from hsloader.store.codec import Codec; from hsloader.store.fields import Field\n"
+    "codec = Codec(Field(name='hidden_states', dtype='bfloat16', shape=(256,), codec='lossless'), 8)\n"
+    "rows = np.arange(2048, dtype='u2').reshape(8, 256); out = np.zeros(4096, np.uint8)\n"
+    "codec.decode(codec.encoder().encode([rows]), out); assert (out.view('u2') == rows.ravel()).all()\n"
+)
+
+
+def _run_as_a_child(code: str) -> None:
+    command = [sys.executable, "-P", "-S", "-c", f"import sys; sys.path[:] = {sys.path!r}\n{code}"]
+    subprocess.run(command, check=True)
 
 
 def test_the_feeder_imports_the_ordinary_way_where_the_light_one_fails(tmp_path: Path) -> None:
