@@ -1,15 +1,17 @@
 """How fast one core converts, beside what reading, checking, encoding, writing and decoding cost on their own.
 
-    python benchmarks/conversion.py [--gigabytes 1] [--folder /tmp] [--source FOLDER]
+    python benchmarks/conversion.py [--gigabytes 1] [--folder /tmp] [--source FOLDER] [--segment-size BYTES]
 
 Makes its own samples (hidden size 7168, three auxiliary layers and the last state, bf16, about 100 MB each) in a
 temporary folder, converts them pinned to one core with and without the read-back, prints rates, ratio and the peak of
-RssAnon, and deletes everything.  Run it on a quiet machine.
+RssAnon, and deletes everything.  The parts are measured in CPU time and in what a conversion finds: the source in the
+page cache but not in the processor's, a new file to write, fsync included.  Run it on a quiet machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -25,10 +27,12 @@ import numpy as np
 from hsloader.conversion.checks import StateCheck
 from hsloader.conversion.digests import rows_digest
 from hsloader.formats.reading import crc32
+from hsloader.store.appending import AppendedFile
 from hsloader.store.codec import Codec
 from hsloader.store.fields import Field
 
 HIDDEN, LAYERS, TOKENS = 7168, 3, 1750
+WRITTEN = 160  # frames in the file that is written to measure writing
 CHILD = """
 import json, os, resource, sys
 os.sched_setaffinity(0, {int(sys.argv[4])})
@@ -38,7 +42,8 @@ def cpu():
     return used.ru_utime + used.ru_stime
 convert  # imported on first use
 before = cpu()
-report = convert(sys.argv[1], sys.argv[2], workers=1, threads=1, read_back=sys.argv[3] == "yes")
+report = convert(sys.argv[1], sys.argv[2], workers=1, threads=1, read_back=sys.argv[3] == "yes",
+                 segment_size=int(sys.argv[5]) or None)
 print(json.dumps({"seconds": report.seconds, "cpu": cpu() - before, "raw": report.raw_bytes,
                   "stored": report.stored_bytes, "samples": report.converted}))
 """
@@ -50,19 +55,22 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=1.0, help="of samples to make (default 1)")
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="where the temporary folder is made")
     parser.add_argument("--source", help="convert this folder instead of samples made here")
+    parser.add_argument(
+        "--segment-size", type=int, default=0, help="raw bytes of a segment (default: as convert has it)"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="hsloader-benchmark-", dir=options.folder) as folder:
         source = Path(options.source) if options.source else make_samples(Path(folder), options.gigabytes)
         print(f"parts, one thread, {HIDDEN} wide bf16 states:")
         total = 0.0
-        for name, rate in parts(Path(folder)).items():
+        for name, rate in parts(Path(folder), source).items():
             total += 1 / rate if name not in ("decode", "digest") else 0
-            print(f"  {name:<34} {rate:7.2f} GB/s   {1 / rate:6.3f} s a raw GB")
+            print(f"  {name:<34} {rate:7.2f} GB/s   {1 / rate:6.3f} CPU s a raw GB")
         print(
             f"  {'all but decode and digest, summed':<34} {1 / total:7.2f} GB/s   {total:6.3f} s a raw GB  (the limit)"
         )
         for read_back, target in (("no", 0.5), ("yes", 0.38)):
-            measure(source, Path(folder) / "dst", read_back, target)
+            measure(source, Path(folder) / "dst", read_back, target, options.segment_size)
 
 
 def make_samples(folder: Path, gigabytes: float) -> Path:
@@ -89,8 +97,8 @@ def make_samples(folder: Path, gigabytes: float) -> Path:
     return source
 
 
-def parts(folder: Path) -> dict[str, float]:
-    """GB/s (raw) of each part on one thread, over chunks as a conversion cuts them."""
+def parts(folder: Path, source: Path) -> dict[str, float]:
+    """GB (raw) a CPU second of each part on one thread, over chunks as a conversion cuts them."""
     field = Field(name="hidden_states", dtype="bfloat16", shape=(LAYERS, HIDDEN))
     codec = Codec(field, 64)
     values = np.random.default_rng(0).standard_normal((64, LAYERS * HIDDEN), np.float32)
@@ -99,41 +107,58 @@ def parts(folder: Path) -> dict[str, float]:
     encoder, check = codec.encoder(), StateCheck("bfloat16", np.dtype("<u2"))
     frame = bytes(encoder.encode(layers))
     out = np.empty(codec.chunk_bytes, np.uint8)
-    path = folder / "chunks"
-    path.write_bytes(bits.tobytes() * 40)
-    with open(path, "rb") as reading, open(folder / "written", "wb") as writing:
-        places = iter(range(10**9))
-        return {
-            "read (page cache)": _rate(
-                lambda: os.preadv(reading.fileno(), [out.data], (next(places) % 40) * codec.chunk_bytes), bits.nbytes
-            ),
-            "CRC-32 of the source": _rate(lambda: crc32(bits), bits.nbytes),
-            "finite values, zero states": _rate(lambda: check(layers), bits.nbytes),
-            "shuffle, zstd, crc32c (encode)": _rate(lambda: encoder.encode(layers), bits.nbytes),
-            "write (page cache)": _rate(
-                lambda: os.pwrite(writing.fileno(), frame, (next(places) % 200) * len(frame)), bits.nbytes
-            ),
-            "digest": _rate(lambda: rows_digest(layers), bits.nbytes),
-            "decode": _rate(lambda: codec.decode(memoryview(frame), out), bits.nbytes),
-        }
+    files = itertools.cycle(sorted(path for path in source.rglob("*") if path.is_file()))
+    path = folder / "written"
+    memory = memoryview(bytearray(bits.nbytes // LAYERS))
+
+    def read() -> int:
+        with open(next(files), "rb", buffering=0) as file:
+            return sum(iter(lambda: file.readinto(memory), 0))
+
+    def write() -> int:
+        file = AppendedFile(os.fspath(path))
+        for _ in range(WRITTEN):
+            file.append([memoryview(frame)])
+        file.complete()
+        file.sync()
+        file.close()
+        path.unlink()
+        return WRITTEN * bits.nbytes
+
+    def of_a_chunk(work: Callable[[], object]) -> Callable[[], int]:
+        def one() -> int:
+            work()
+            return bits.nbytes
+
+        return one
+
+    return {
+        "read (page cache)": _rate(read),
+        "CRC-32 of the source": _rate(of_a_chunk(lambda: crc32(bits))),
+        "finite values, zero states": _rate(of_a_chunk(lambda: check(layers))),
+        "shuffle, zstd, crc32c (encode)": _rate(of_a_chunk(lambda: encoder.encode(layers))),
+        "write and fsync": _rate(write),
+        "digest": _rate(of_a_chunk(lambda: rows_digest(layers))),
+        "decode": _rate(of_a_chunk(lambda: codec.decode(memoryview(frame), out))),
+    }
 
 
-def _rate(work: Callable[[], object], size: int) -> float:
+def _rate(work: Callable[[], int]) -> float:
+    """GB a CPU second; ``work`` tells the bytes it went through."""
     work()
-    count, began = 0, time.perf_counter()
-    while time.perf_counter() - began < 0.4:
-        work()
-        count += 1
-    return size * count / (time.perf_counter() - began) / 1e9
+    size, began = 0, time.process_time()
+    while time.process_time() - began < 0.4:
+        size += work()
+    return size / (time.process_time() - began) / 1e9
 
 
-def measure(source: Path, dst: Path, read_back: str, target: float) -> None:
+def measure(source: Path, dst: Path, read_back: str, target: float, segment_size: int) -> None:
     """Convert in a process of its own on one core, watching its anonymous memory."""
     core = min(os.sched_getaffinity(0))
     for path in source.rglob("*"):  # into the page cache
         if path.is_file():
             path.read_bytes()
-    command = [sys.executable, "-c", CHILD, str(source), str(dst), read_back, str(core)]
+    command = [sys.executable, "-c", CHILD, str(source), str(dst), read_back, str(core), str(segment_size)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         peak = 0
         while process.poll() is None:

@@ -119,15 +119,22 @@ class _Conversion:
         self._root = Root(destination)
         self._journal = Journal(destination)
         self._began = time.monotonic()
-        self._notes: list[str] = []
+        self._obstacle = _obstacle(destination)
+        self._notes = [f"the destination could not be written: {self._obstacle}"] if self._obstacle else []
 
     def run(self, dry_run: bool) -> ConversionReport:
         """Plan, and unless ``dry_run`` execute."""
         root, journal = self._root, self._journal
+        if self._obstacle and not dry_run:
+            raise ConversionError(f"{root.path}: {self._obstacle}")
         existed = root.path.exists()
         new = not (existed and any(root.path.iterdir()))
         if not new and not root.private.is_dir():
-            Root.create(root.path)  # refuses a folder of something else
+            try:
+                Root.create(root.path)  # refuses a folder of something else
+            except OSError:
+                if not self._obstacle:
+                    raise
         with contextlib.ExitStack() as stack:
             locked = journal.exists and not dry_run
             if locked:
@@ -303,9 +310,9 @@ class _Conversion:
             seconds=time.monotonic() - self._began,
         )
 
-    def _scratch(self) -> str:
-        """Where the plan may inflate gzip files (into files without a name): beside the destination."""
-        return os.fspath(existing_parent(self._root.scratch))
+    def _scratch(self) -> str | None:
+        """Where the plan may inflate gzip files (into files without a name): beside the destination if that can be."""
+        return None if self._obstacle else os.fspath(existing_parent(self._root.scratch))
 
     def _may_delete(self) -> bool:
         return not self._settings.delete_source and same_file_system(Path(self._source), self._root.path)
@@ -320,9 +327,6 @@ def _paths(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> tuple[st
         raise ConversionError(f"{destination}: expected a folder or nothing, found a file; choose another destination")
     real_source = Path(os.path.realpath(source))
     real_destination = Path(os.path.realpath(destination))
-    parent = existing_parent(destination)
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise ConversionError(f"{destination}: {parent} is not writable for this user")
     if real_destination == real_source or real_source in real_destination.parents:
         raise ConversionError(
             f"{destination}: the destination lies inside the source {source}; the dataset would be looked at as a "
@@ -333,3 +337,9 @@ def _paths(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> tuple[st
             f"{destination}: the source {source} lies inside the destination; choose another destination"
         )
     return source, destination
+
+
+def _obstacle(destination: Path) -> str:
+    """Why nothing can be written at the destination; empty if it can."""
+    parent = existing_parent(destination)
+    return "" if os.access(parent, os.W_OK | os.X_OK) else f"{parent} is not writable for this user"

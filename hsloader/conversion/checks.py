@@ -1,8 +1,8 @@
 """What is checked of every chunk and every sample while it is converted: finite values, zero states, ids.
 
-States are looked at as integers.  The patterns of NaN and Inf are the largest ones of each sign, so two maxima a row
-(the bits once as unsigned, once as signed numbers) decide exactly whether a row holds one, at memory speed and
-without a temporary; only rows that do are counted value by value.
+States are looked at as integers.  The patterns of NaN and Inf are the largest ones of each sign, so two maxima (of the
+bits once as unsigned, once as signed numbers) decide exactly whether there is one, at memory speed and without a
+temporary; only then values are counted.  Rows of zeros are looked for among those that begin and end with one.
 """
 
 from __future__ import annotations
@@ -58,22 +58,28 @@ class StateCheck:
             return ChunkCheck()
         nans = infinities = 0
         first = -1
-        zero: Bits | None = None
-        for part in parts:
-            if part.shape[1] == 0:
-                continue
+        filled = [part for part in parts if part.size]
+        for part in filled:
             unsigned = part.view(self._unsigned)
-            high = unsigned.max(axis=1)
-            low = part.view(self._signed).max(axis=1)
-            if int(low.max()) >= self._limit or int(high.max()) >= self._sign + self._limit:
+            if int(part.view(self._signed).max()) >= self._limit or int(unsigned.max()) >= self._sign + self._limit:
                 more_nans, more_infinities, row = self._count(unsigned)
                 nans += more_nans
                 infinities += more_infinities
                 first = row if first < 0 else min(first, row)
-            # No pattern above the sign bit alone and none above zero: every value of the row is +0 or -0.
-            empty = (high <= self._sign) & (low <= 0)
-            zero = empty if zero is None else zero & empty
-        return ChunkCheck(nans, infinities, first, 0 if zero is None else int(np.count_nonzero(zero)))
+        return ChunkCheck(nans, infinities, first, self._zero_rows(filled))
+
+    def _zero_rows(self, parts: Sequence[Bits]) -> int:
+        """Rows in which every value is +0 or -0."""
+        if not parts:
+            return 0
+        magnitude = self._unsigned.type(self._sign - 1)
+        ends = parts[0][:, [0, -1]].view(self._unsigned) & magnitude
+        rows = np.flatnonzero(~ends.any(axis=1))
+        for part in parts:
+            if not len(rows):
+                break
+            rows = rows[~(part[rows].view(self._unsigned) & magnitude).any(axis=1)]
+        return len(rows)
 
     def _count(self, unsigned: Bits) -> tuple[int, int, int]:
         """NaNs, infinities and the first row with one of them."""

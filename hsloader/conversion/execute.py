@@ -23,6 +23,7 @@ from hsloader.conversion.pool import WorkerPool
 from hsloader.conversion.removal import SourceRemover
 from hsloader.conversion.report import Progress, Quarantined
 from hsloader.conversion.settings import ConvertSettings
+from hsloader.conversion.slots import Slots
 from hsloader.conversion.space import bytes_text, free_bytes, most_ahead
 from hsloader.conversion.state import State, quarantined_in
 from hsloader.conversion.task import SegmentResult, SegmentTask, TaskProgress, convert_segment
@@ -113,6 +114,7 @@ class Execution:
         return self.totals
 
     def _run_here(self, threads: int) -> None:
+        slots = Slots()
         for work in self._queue:
             if self._reuse(work):
                 self._list_finished()
@@ -122,7 +124,7 @@ class Execution:
                 work.progress = progress
                 self._say()
 
-            self._finish(work, convert_segment(self._task(work, threads), report))
+            self._finish(work, convert_segment(self._task(work, threads), report, slots))
 
     def _run_pool(self, workers: int, threads: int) -> None:
         waiting = iter(self._queue)

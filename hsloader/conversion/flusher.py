@@ -1,7 +1,8 @@
 """Has growing files written to the disk while they grow, so that the fsync of a finished shard finds little left.
 
 On a machine with much memory the kernel keeps gigabytes of written pages; without this, every fsync would stop the
-conversion for as long as the disk needs for a whole shard.
+conversion for as long as the disk needs for a whole shard.  Where shards are written past the page cache there is
+nothing but the disk's own cache left to flush.
 """
 
 from __future__ import annotations

@@ -18,8 +18,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from hsloader.conversion.checks import ChunkCheck
-from hsloader.conversion.chunks import ChunkEncoder, EncodedChunk, chunk_memory
+from hsloader.conversion.chunks import EncodedChunk, chunk_memory
 from hsloader.conversion.fp8 import LossSum
+from hsloader.conversion.slots import Slot, Slots
 from hsloader.formats.source import RowBuffer
 from hsloader.store.codec import Codec
 from hsloader.store.fields import Field
@@ -30,6 +31,7 @@ Bits = np.ndarray[Any, Any]
 
 _BYTES_IN_FLIGHT = 192 << 20  # of source rows
 _SLOTS_BYTES = 512 << 20  # of all slots together: source rows, and what the encoders of each field hold
+_SLOTS_KEPT_BYTES = 128 << 20  # of those that are kept for the next segment, while this one is read back
 _KEPT_CHUNKS = 4  # a slot keeps memory for so many chunks: rows of interleaved layers span as much
 
 
@@ -94,19 +96,9 @@ class EncodedSample:
         self.zero_rows += check.zero_rows
 
 
-class _Slot:
-    """Room for one chunk in flight: the memory its rows are read into, and an encoder for each field."""
-
-    __slots__ = ("buffer", "encoders")
-
-    def __init__(self) -> None:
-        self.buffer = RowBuffer()
-        self.encoders: dict[str, ChunkEncoder] = {}
-
-
 @dataclass(slots=True)
 class _Chunk:
-    slot: _Slot
+    slot: Slot
     field_name: str
     start: int
     work: Future[EncodedChunk]
@@ -125,18 +117,21 @@ class _End:
 class Pipeline:
     """Feeds one segment's writer. Use as a context manager; leaving it by an error forgets what is in flight.
 
-    ``digest`` records a digest of every chunk's rows for the read-back.
+    ``digest`` records a digest of every chunk's rows for the read-back.  ``slots`` is the memory of the chunks, this
+    pipeline's until it is left.
     """
 
-    def __init__(self, sink: SegmentSink, fields: Sequence[Field], threads: int, *, digest: bool) -> None:
+    def __init__(self, sink: SegmentSink, fields: Sequence[Field], threads: int, *, digest: bool, slots: Slots) -> None:
         self._sink = sink
-        self._digest = digest
         self._codecs: Mapping[str, Codec] = {f.name: sink.codec(f.name) for f in fields}
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="hsloader-encode")
         memory = [chunk_memory(codec) for codec in self._codecs.values()]
         self._kept = _KEPT_CHUNKS * max((read for read, _ in memory), default=0)
         slot_bytes = max(1, self._kept + sum(encoding for _, encoding in memory))
-        self._free = [_Slot() for _ in range(max(threads + 1, min(2 * threads + 1, _SLOTS_BYTES // slot_bytes)))]
+        # Few: what was read should still be in the cache when it is encoded, and what was encoded when it is written.
+        count = max(threads + 1, min(2 * threads, _SLOTS_BYTES // slot_bytes))
+        keep = _SLOTS_KEPT_BYTES // slot_bytes
+        self._free = slots.take(list(self._codecs.values()), count, keep=keep, digest=digest)
         self._steps: deque[_Begin | _Chunk | _End] = deque()
         self._bytes = 0
         self._open: EncodedSample | None = None  # the sample that is being read
@@ -178,12 +173,9 @@ class Pipeline:
         self._open = None
         self._steps.append(_End(settle))
 
-    def _work(self, slot: _Slot, name: str, parts: Sequence[Bits]) -> EncodedChunk:
+    def _work(self, slot: Slot, name: str, parts: Sequence[Bits]) -> EncodedChunk:
         """In a thread: everything that touches the rows, one after another while they are in the cache."""
-        encoder = slot.encoders.get(name)
-        if encoder is None:
-            encoder = slot.encoders[name] = ChunkEncoder(self._codecs[name], digest=self._digest)
-        return encoder(parts)
+        return slot.encoder(self._codecs[name])(parts)
 
     def _settle(self) -> None:
         """Bring the oldest step to its end."""

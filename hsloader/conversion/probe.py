@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -176,15 +177,15 @@ def _norm_of(found: Sequence[Bits]) -> NormProbe:
     norms = norms[np.isfinite(norms)]
     if not len(norms):
         return NormProbe()
-    return NormProbe(len(norms), float(norms.min()), float(np.median(norms)), float(norms.max()))
+    return NormProbe(len(norms), float(norms.min()), statistics.median(norms.tolist()), float(norms.max()))
 
 
 def _row_norms(opened: OpenSample, name: str, dtype: str) -> Bits:
     """RMS of the sample's first rows, float64 ``[rows]``."""
     parts = opened.rows(name, 0, min(opened.sample.length, _NORM_ROWS))
-    values = as_numbers(np.concatenate(parts, axis=1), dtype).astype(np.float64)
+    values = as_numbers(np.concatenate(parts, axis=1), dtype)
     with np.errstate(over="ignore", invalid="ignore"):
-        rms: Bits = np.sqrt((values * values).mean(axis=1))
+        rms: Bits = np.sqrt(np.einsum("ij,ij->i", values, values, dtype=np.float64) / values.shape[1])
     return rms
 
 

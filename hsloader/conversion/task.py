@@ -23,6 +23,7 @@ from hsloader.conversion.fp8 import LossSum, is_encoded
 from hsloader.conversion.pipeline import EncodedSample, Pipeline
 from hsloader.conversion.readback import Expected, read_back
 from hsloader.conversion.report import Quarantined
+from hsloader.conversion.slots import Slots
 from hsloader.errors import SourceError
 from hsloader.formats.source import Hints, OpenSample, SampleSource, open_sample
 from hsloader.store.fields import Field
@@ -82,15 +83,21 @@ class TaskProgress:
     quarantined: int = 0
 
 
-def convert_segment(task: SegmentTask, report: Callable[[TaskProgress], None] | None = None) -> SegmentResult:
-    """Convert the samples of ``task`` into its directory, seal the segment, read it back."""
-    return _Conversion(task, report or (lambda _: None)).run()
+def convert_segment(
+    task: SegmentTask, report: Callable[[TaskProgress], None] | None = None, slots: Slots | None = None
+) -> SegmentResult:
+    """Convert the samples of ``task`` into its directory, seal the segment, read it back.
+
+    ``slots``: memory that is kept between the segments of a process.
+    """
+    return _Conversion(task, report or (lambda _: None), slots or Slots()).run()
 
 
 class _Conversion:
-    def __init__(self, task: SegmentTask, report: Callable[[TaskProgress], None]) -> None:
+    def __init__(self, task: SegmentTask, report: Callable[[TaskProgress], None], slots: Slots) -> None:
         self._task = task
         self._report = report
+        self._slots = slots
         self._result = SegmentResult(number=task.number)
         self._reasons: dict[str, str] = {}
         self._losses = {f.name: LossSum() for f in task.fields if is_encoded(f)}
@@ -113,7 +120,7 @@ class _Conversion:
         with SegmentWriter(directory, task.fields, task.layout, bf16_as=task.bf16_as) as writer:
             with (
                 Flusher(directory),
-                Pipeline(writer, self._states, task.threads, digest=task.read_back) as pipeline,
+                Pipeline(writer, self._states, task.threads, digest=task.read_back, slots=self._slots) as pipeline,
             ):
                 for sample in task.samples:
                     self._feed(writer, pipeline, sample)

@@ -13,6 +13,7 @@ import traceback
 from typing import Any
 
 from hsloader._launch import Parent
+from hsloader.conversion.slots import Slots
 from hsloader.conversion.task import SegmentTask, TaskProgress, convert_segment
 
 __all__ = ["ENTRY", "Hangup", "main", "receive", "send"]
@@ -57,22 +58,23 @@ def _exactly(channel: socket.socket, size: int) -> bytes:
 def main(parent: Parent) -> None:
     """The child's life: task after task until the parent hangs up."""
     parent.leave_with_it()
+    slots = Slots()
     while True:
         try:
             task: SegmentTask = receive(parent.channel)
             if parent.gone():  # the task came from a dead process, whose directories others may be cleaning
                 return
-            send(parent.channel, _answer(parent.channel, task))
+            send(parent.channel, _answer(parent.channel, task, slots))
         except Hangup:
             return
 
 
-def _answer(channel: socket.socket, task: SegmentTask) -> object:
+def _answer(channel: socket.socket, task: SegmentTask, slots: Slots) -> object:
     def report(progress: TaskProgress) -> None:
         send(channel, progress)
 
     try:
-        return convert_segment(task, report)
+        return convert_segment(task, report, slots)
     except Hangup:
         raise
     except BaseException as error:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from crc32c import crc32c
 
+from hsloader.store.appending import AppendedFile, End
 from hsloader.store.files import OUT_OF_RESOURCES
 
 __all__ = [
@@ -42,8 +43,6 @@ INDEX_CODECS: list[dict[str, Any]] = [
 ]
 
 _CRC_BYTES = 4
-_BUFFER = 4 * 1024 * 1024
-_DIRECT = 256 * 1024  # frames from this size on are written from where they lie instead of through the buffer
 _ZEROS = bytes(4096)
 
 
@@ -56,7 +55,7 @@ class Mark:
     """A place in a growing shard to come back to."""
 
     count: int
-    end: int
+    end: End
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +101,7 @@ class ShardWriter:
     write, and a second fsync would not tell.
     """
 
-    __slots__ = ("_buffer", "_buffered", "_crcs", "_done", "_fd", "_flushed", "_index", "_path", "_slots", "_unsynced")
+    __slots__ = ("_crcs", "_done", "_file", "_index", "_path", "_slots", "_unsynced")
 
     def __init__(self, path: str | Path, slots: int) -> None:
         if slots < 1:
@@ -111,12 +110,9 @@ class ShardWriter:
         self._slots = slots
         self._index: Index = np.full((slots, 2), ABSENT, "<u8")
         self._crcs: list[int] = []
-        self._buffer = bytearray(_BUFFER)
-        self._buffered = 0  # bytes in the buffer; they belong at offset `_flushed`
-        self._flushed = 0
         self._done = False  # sealed or aborted
         self._unsynced: OSError | None = None
-        self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._file = AppendedFile(self._path)
 
     @property
     def count(self) -> int:
@@ -126,42 +122,31 @@ class ShardWriter:
     @property
     def size(self) -> int:
         """Bytes of the frames and gaps so far, without the index."""
-        return self._flushed + self._buffered
+        return self._file.size
 
     def append(self, frame: memoryview, align: int = 1) -> None:
         """Append the next chunk's frame (with its crc32c) at the next multiple of ``align`` bytes."""
         if self.count == self._slots:
             raise ValueError(f"{self._path}: all {self._slots} chunks of the shard are written")
         gap = -self.size % align
-        length = len(frame)
         start = self.size + gap
-        if length >= _DIRECT or self._buffered + gap + length > _BUFFER:
-            with self._named_errors():
-                end = self._put([memoryview(self._buffer)[: self._buffered], *_zeros(gap), frame])
-            self._flushed, self._buffered = end, 0  # counted only once all is written
-        else:
-            for piece in (*_zeros(gap), frame):
-                self._buffer[self._buffered : self._buffered + len(piece)] = piece
-                self._buffered += len(piece)
-        self._index[self.count] = start, length
+        with self._named_errors():
+            self._file.append([*_zeros(gap), frame])
+        self._index[self.count] = start, len(frame)
         self._crcs.append(frame_crc(frame))
 
     def mark(self) -> Mark:
         """The present place, for ``rollback``."""
-        return Mark(self.count, self.size)
+        return Mark(self.count, self._file.end())
 
     def rollback(self, mark: Mark) -> None:
         """Forget what was appended since ``mark``, also after a failed ``append``."""
-        if mark.count > self.count or mark.end > self.size:
+        if mark.count > self.count or mark.end.size > self.size:
             raise ValueError(
                 f"{self._path}: the mark (chunk {mark.count}) lies ahead of the shard's {self.count} chunks"
             )
-        if mark.end >= self._flushed:
-            self._buffered = mark.end - self._flushed
-        else:
-            self._flushed, self._buffered = mark.end, 0
         with self._named_errors():
-            os.ftruncate(self._fd, self._flushed)
+            self._file.cut(mark.end)
         self._index[mark.count :] = ABSENT
         del self._crcs[mark.count :]
 
@@ -178,12 +163,18 @@ class ShardWriter:
             raise self._unsynced
         crc = index_crc(self._index)
         tail = self._index.tobytes() + crc.to_bytes(_CRC_BYTES, "little")
+        frames = self._file.end()
         with self._named_errors():
-            size = self._put([memoryview(self._buffer)[: self._buffered], memoryview(tail)])
-            os.ftruncate(self._fd, size)  # a failed append may have left bytes behind the end
+            try:
+                self._file.append([memoryview(tail)])
+                self._file.complete()
+            except BaseException:
+                self._file.cut(frames)
+                raise
+            size = self._file.size
             if fsync:
                 self._sync()
-            self._close()
+            self._file.close()
         self._done = True
         return ShardRecord(self.count, size, crc, shard_digest(self._index, self._crcs))
 
@@ -192,34 +183,16 @@ class ShardWriter:
         if self._done:
             return
         self._done = True
-        if self._fd >= 0:
-            self._close()
+        self._file.close()
         with contextlib.suppress(FileNotFoundError):
             Path(self._path).unlink()
 
-    def _close(self) -> None:
-        fd, self._fd = self._fd, -1
-        os.close(fd)
-
     def _sync(self) -> None:
         try:
-            os.fsync(self._fd)
+            self._file.sync()
         except OSError as error:
             self._unsynced = OSError(error.errno, error.strerror, self._path)
             raise
-
-    def _put(self, pieces: list[memoryview]) -> int:
-        """Write the pieces at `_flushed` (where the buffer's bytes belong); the position behind them."""
-        left = [piece for piece in pieces if len(piece)]
-        position = self._flushed
-        while left:
-            done = os.pwritev(self._fd, left, position)
-            position += done
-            while left and done >= len(left[0]):
-                done -= len(left.pop(0))
-            if left:
-                left[0] = left[0][done:]
-        return position
 
     @contextlib.contextmanager
     def _named_errors(self) -> Any:

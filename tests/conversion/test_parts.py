@@ -18,10 +18,13 @@ from hsloader.conversion.plan import Plan, PlannedSegment, group_samples
 from hsloader.conversion.provenance import provenance_of
 from hsloader.conversion.report import Quarantined
 from hsloader.conversion.settings import ConvertSettings
+from hsloader.conversion.slots import Slots
 from hsloader.conversion.space import SegmentSize, most_ahead, peak_bytes
 from hsloader.conversion.task import length_without_padding
 from hsloader.formats.source import ArrowFile, FieldSpec, Identity, SampleSource
+from hsloader.store.codec import Codec
 from hsloader.store.dtypes import DTYPES
+from hsloader.store.fields import Field
 from hsloader.store.manifest import Provenance
 
 SPECS = (
@@ -84,7 +87,24 @@ def test_zero_rows_are_those_of_either_zero_in_every_part() -> None:
     rows[2, 1::2] = 0x8000
     rows[3, :4] = 0  # only in one part
     rows[4] = 1  # subnormal
+    rows[5, 1:] = 0
     assert check([rows[:, :4], rows[:, 4:]]).zero_rows == 3
+    assert check([rows[:, :0], rows]).zero_rows == 3
+    assert check([rows[:, :0]]) == ChunkCheck()
+
+
+def test_slots_are_kept_for_chunks_of_the_same_kind_alone() -> None:
+    slots = Slots()
+    codecs = [Codec(Field(name="hidden_states", dtype="bfloat16", shape=(3, 64)), rows) for rows in (8, 8, 16)]
+    first = slots.take(codecs[:1], 4, keep=2, digest=True)
+    encoder = first[0].encoder(codecs[0])
+    assert first[0].encoder(codecs[1]) is encoder
+    second = slots.take(codecs[1:2], 3, keep=8, digest=True)
+    assert [slot in first for slot in second] == [True, True, False]
+    assert slots.take(codecs[:1], 1, keep=8, digest=True) == second[:1]
+    assert slots.take(codecs[:1], 1, keep=8, digest=False)[0] not in second
+    other = slots.take(codecs[2:], 3, keep=8, digest=False)
+    assert len({id(slot) for slot in [*first, *second, *other]}) == 8
 
 
 def test_ids() -> None:

@@ -377,6 +377,19 @@ def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     assert tree(dst) == before
 
 
+def test_a_dry_run_needs_no_place_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    src, dst = tmp_path / "src", tmp_path / "dst"
+    fill(src, 4)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    report = convert(src, dst, dry_run=True)
+    assert report.plan is not None
+    assert report.plan.samples == 4
+    assert f"the destination could not be written: {tmp_path} is not writable for this user" in report.plan.notes
+    with pytest.raises(ConversionError, match=f"dst: {tmp_path} is not writable for this user"):
+        convert(src, dst)
+    assert not dst.exists()
+
+
 def _say_no(plan: object) -> None:
     raise RuntimeError("the user said no")
 

@@ -216,13 +216,13 @@ Write = Callable[[int, list[Any], int], int]
 
 
 def _fails_after(limit: int, real: Write) -> Write:
-    """A disk with room up to byte ``limit``, writing at most 1,000 bytes a call."""
+    """A disk with room up to byte ``limit``, writing at most 100,000 bytes a call."""
 
     def write(fd: int, pieces: list[Any], position: int) -> int:
         room = limit - position
         if room <= 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real(fd, [memoryview(b"".join(pieces))[: min(room, 1000)]], position)
+        return real(fd, [memoryview(b"".join(pieces))[: min(room, 100_000)]], position)
 
     return write
 
@@ -231,21 +231,23 @@ def test_a_full_disk_names_the_file_and_can_be_rolled_back(tmp_path: Path, monke
     path, other = tmp_path / "c.0", tmp_path / "c.1"
     real = os.pwritev
     writer = ShardWriter(path, 4)
-    writer.append(frame(300_000, 1), 64)
+    writer.append(frame(3_000_000, 1), 64)
     mark = writer.mark()
-    monkeypatch.setattr(os, "pwritev", _fails_after(450_000, real))
+    monkeypatch.setattr(os, "pwritev", _fails_after(4_500_000, real))
     with pytest.raises(OSError, match="No space") as caught:
-        writer.append(frame(400_000, 2), 64)
+        writer.append(frame(4_000_000, 2), 64)
     assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(path))
+    assert writer.size == mark.end.size == 3_000_000
+    assert path.stat().st_size == 4_500_000
     writer.rollback(mark)
-    assert path.stat().st_size == 300_000
+    assert path.stat().st_size <= 3_000_000
     monkeypatch.setattr(os, "pwritev", _fails_after(1 << 40, real))
     expected = ShardWriter(other, 4)
     for target in (writer, expected):
         if target is expected:
-            target.append(frame(300_000, 1), 64)
+            target.append(frame(3_000_000, 1), 64)
         target.append(frame(20, 3), 4096)
-        target.append(frame(500_000, 4), 8)
+        target.append(frame(5_000_000, 4), 8)
     assert writer.seal(fsync=False) == expected.seal(fsync=False)
     assert path.read_bytes() == other.read_bytes()
 
@@ -255,9 +257,9 @@ def test_what_a_failed_append_left_does_not_reach_the_sealed_file(
 ) -> None:
     writer = ShardWriter(tmp_path / "c.0", 1)
     with monkeypatch.context() as patched:
-        patched.setattr(os, "pwritev", _fails_after(350_000, os.pwritev))
+        patched.setattr(os, "pwritev", _fails_after(3_500_000, os.pwritev))
         with pytest.raises(OSError, match="No space"):
-            writer.append(frame(400_000))
+            writer.append(frame(6_000_000))
     record = writer.seal(fsync=False)
     assert (tmp_path / "c.0").stat().st_size == record.size == index_bytes(1)
 
