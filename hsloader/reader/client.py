@@ -11,9 +11,8 @@ import os
 import platform
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +25,7 @@ from hsloader.monitor.words import plural
 from hsloader.reader.batch import BAD_BYTES, decode_bad, pack_blob
 from hsloader.reader.choices import check_budget, choose_settings, possible_options
 from hsloader.reader.counters import FeederCounter, ThreadCounter, TrainerCounter
+from hsloader.reader.holds import Holds
 from hsloader.reader.hosts import Host, ProcessHost, ThreadHost, wait_readable
 from hsloader.reader.lease import Filled, Prepared, Slot, State, watch_forks
 from hsloader.reader.options import ReadOptions
@@ -44,21 +44,6 @@ _MOST_SLOTS = 512
 # Whether what the feeder wrote before a record is seen by whoever sees the record, without a system call between.
 _LOADS_IN_ORDER = platform.machine() in ("x86_64", "AMD64")
 _TICK = 1.0  # seconds between looks at a feeder that neither answers nor ends
-
-
-class _Owner(weakref.ref[object]):
-    """Whoever holds a slot. The callback must be a method in C: no signal can fall into that."""
-
-    __slots__ = ("number",)
-    number: int
-
-    def __new__(cls, number: int, owner: object, gone: Callable[[Any], object]) -> Self:
-        made = super().__new__(cls, owner, gone)
-        made.number = number
-        return made
-
-    def __init__(self, number: int, owner: object, gone: Callable[[Any], object]) -> None:
-        super().__init__(owner, gone)  # type: ignore[call-arg] # weakref.ref has one, typeshed does not say so
 
 
 class FeederClient:
@@ -107,12 +92,9 @@ class FeederClient:
         )
         self._info = dict(info or {})
         self._keys: dict[int, Slot] = {}
-        self._holds: dict[int, Slot] = {}
-        self._owners: dict[int, _Owner] = {}
-        self._released: deque[int | _Owner] = deque()
+        self._holds = Holds()
         self._serial = 0
         self._turn = 0  # the slot that probably comes free next
-        self._hold_serial = 0
         self._rings = 0
         self._slots: list[Slot] = []
         self._state = State(Ring.create(self._shape))
@@ -138,23 +120,23 @@ class FeederClient:
         """Slots that a ``submit`` would find free now."""
         self.check()
         self._listen()
-        self._collect()
+        self._holds.collect()
         return sum(self._is_free(slot) for slot in self._slots)
 
     @property
     def room(self) -> int:
         """How many slots may be free: 0 for certain, else ``submit`` is worth preparing a request for."""
-        self._collect()
+        self._holds.collect()
         room = len(self._slots) - self._busy()
         if room <= 0:
-            self._sweep()  # for the next time
+            self._holds.sweep()  # for the next time
         return max(0, room)
 
     @property
     def held(self) -> int:
         """Slots that are kept by ``hold``."""
-        self._collect()
-        return len(set(map(id, self._holds.values())))
+        self._holds.collect()
+        return len(set(map(id, self._holds.slots)))
 
     @property
     def mode(self) -> str:
@@ -323,7 +305,7 @@ class FeederClient:
                 if left is not None and left <= 0:
                     return False
                 self.start()
-                self._sweep()
+                self._holds.sweep()
                 # Another thread may release a hold, which rings no bell.
                 self._watch(0.05 if left is None else min(left, 0.05))
             return True
@@ -343,19 +325,11 @@ class FeederClient:
     def hold(self, key: int, owner: object | None = None) -> int:
         """Keep the batch's memory until ``release`` of the number returned, or until ``owner`` is collected."""
         self.check()
-        slot = self._keys[key]
-        self._hold_serial += 1
-        number = self._hold_serial
-        # In this order: whatever ctrl-C leaves of it is released with the owner.
-        if owner is not None:
-            self._owners[number] = _Owner(number, owner, self._released.append)
-        self._holds[number] = slot
-        slot.holds.add(number)
-        return number
+        return self._holds.hold(self._keys[key], owner)
 
     def release(self, number: int) -> None:
         """End a hold. Safe in finalizers, in any thread, twice."""
-        self._released.append(number)
+        self._holds.release(number)
 
     def abandon(self) -> None:
         """Forget every batch that was asked: a new iteration begins. What is not read yet will not be."""
@@ -371,7 +345,6 @@ class FeederClient:
         self._finalizer()
         self._keys.clear()
         self._holds.clear()
-        self._owners.clear()
         self._slots = []
 
     def __enter__(self) -> FeederClient:
@@ -437,25 +410,8 @@ class FeederClient:
 
     def _busy(self) -> int:
         """Slots that are asked for, filled or held."""
-        held = {id(slot) for slot in self._holds.values() if self._keys.get(slot.key) is not slot}
+        held = {id(slot) for slot in self._holds.slots if self._keys.get(slot.key) is not slot}
         return len(self._keys) + len(held)
-
-    def _collect(self) -> None:
-        """Take in what finalizers released."""
-        while self._released:
-            released = self._released.popleft()
-            number = released if isinstance(released, int) else released.number
-            slot = self._holds.pop(number, None)
-            self._owners.pop(number, None)
-            if slot is not None:
-                slot.holds.discard(number)
-
-    def _sweep(self) -> None:
-        """Release the holds of owners that are gone: ctrl-C may have hit their finalizer."""
-        for number, owner in list(self._owners.items()):
-            if owner() is None:
-                self._released.append(number)
-        self._collect()
 
     def _ask(self, slot: Slot, generation: int | None = None) -> None:
         """Write the slot's request into the ring, under a new serial."""
