@@ -22,7 +22,8 @@ _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 def parts(bench: Bench) -> None:
     """Median microseconds of each part of ``next()``, of small and of large batches, with a pause between them.
 
-    Parts lie inside one another: ``ask`` holds ``lay_out`` and ``submit``, ``send`` holds ``placed``.
+    Parts lie inside one another: ``refill`` holds ``ask``, that ``submit`` and, of 16 batches at once, ``lay_out_all``
+    and ``prepare``; ``send`` holds ``placed``, ``packed`` and ``run``, ``peek`` holds ``look``.
     """
     for name, size in (("parts_28_mb", 28e6), ("parts_100_mb", 100e6)):
         with bench.loader(bench.tokens_of(size if bench.cuda else bench.sample_bytes / 2)) as loader:
@@ -38,7 +39,8 @@ def parts(bench: Bench) -> None:
                 watch.over(transfers._driver, "run")
             for owner, part in (
                 (stream, "peek"), (stream, "ask"), (stream.client, "look"), (stream.client, "submit"),
-                (stream.client, "hold"), (connection.trainer, "lay_out"), (connection.trainer, "finish"),
+                (stream.client, "hold"), (stream, "refill"), (stream.client, "prepare"),
+                (connection.trainer, "lay_out_all"), (connection.trainer, "finish"),
             ):  # fmt: skip
                 watch.over(owner, part)
             whole = []
@@ -83,6 +85,7 @@ def sweep(bench: Bench) -> None:
         f"{cores} threads": {"threads": cores},
         "1 io thread": {"io_threads": 1},
         "pread": {"mode": "pread"},
+        "ring of four batches": {"prefetch": None},
         "ring of 1 GiB": {"prefetch": 1 << 30},
         "ring of 4 GiB": {"prefetch": 4 << 30},
     }

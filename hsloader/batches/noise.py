@@ -50,4 +50,10 @@ def noise_keys(noise: UniformNoise | GaussianNoise, trainer: Trainer) -> tuple[s
         )
     if unknown := [key for key in keys if key not in known]:
         raise ValueError(f"{name}: {unknown[0]!r} is no tensor of states of {trainer.title}; it has {', '.join(known)}")
+    for state in trainer.states:
+        if state.key in keys and state.dtype.startswith("float8"):
+            raise ValueError(
+                f"{name}: {state.key!r} of {trainer.title} is {state.dtype} here, which nothing can be added to; give "
+                "hidden_states_dtype='bfloat16', or other keys="
+            )
     return keys

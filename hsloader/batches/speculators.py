@@ -160,9 +160,10 @@ class SpeculatorsTrainer(Trainer):
             positions[at, filled:] = 0
         rows = [slice(at, at + 1) for at in range(len(positions))]
         if not self._release.documents:
-            return [{"position_ids": positions[row], "lengths": plan.documents(row.start)} for row in rows]
+            return [{"position_ids": positions[row].copy(), "lengths": plan.documents(row.start)} for row in rows]
         numbers = plan.document_ids()
-        return [{"position_ids": positions[row], "document_ids": numbers[row]} for row in rows]
+        # Copies: whoever keeps one row shall not keep those of all batches.
+        return [{"position_ids": positions[row].copy(), "document_ids": numbers[row].copy()} for row in rows]
 
     def finish(
         self,

@@ -188,7 +188,7 @@ class Trainer(ABC):
         ``DamageError`` for a batch that lost its supervised tokens with its bad samples, ``IncompatibleError`` for a
         sample that the trainer itself would refuse.
         """
-        if mask is None or not self.wants_mask(layout):
+        if mask is None:
             return
         if layout.bad and not self.knows_empty_batches and not mask.any():
             lost = ", ".join(str(sample) for sample in layout.samples.tolist() if sample in layout.bad)

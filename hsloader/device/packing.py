@@ -20,6 +20,7 @@ __all__ = ["NOT_IN_NUMPY", "Packing", "Part", "numpy_dtype", "part_of", "strided
 NOT_IN_NUMPY = frozenset({torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2})
 
 _ALIGNMENT = 512  # that of CUDA's own allocations
+_LEAST_ALIGNMENT = 16  # kernels are made for it: one tensor that has less has a kernel made anew
 
 
 class Part(NamedTuple):
@@ -45,16 +46,17 @@ class _Group(NamedTuple):
 
 
 class Packing:
-    """``parts`` side by side in a block of ``bytes``; a batch mostly has the same as the one before."""
+    """``parts`` side by side in a block of ``bytes``; a packed batch has the same as the one before."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = tuple(parts)
-        alike: dict[tuple[torch.dtype, tuple[int, ...]], list[str]] = {}
+        alike: dict[tuple[torch.dtype, tuple[int, ...], str], list[str]] = {}
         for name, dtype, shape in parts:
-            alike.setdefault((dtype, shape), []).append(name)
+            aligned = dtype.itemsize * math.prod(shape) % _LEAST_ALIGNMENT == 0
+            alike.setdefault((dtype, shape, "" if aligned else name), []).append(name)
         self.bytes = 0
         self._groups: list[_Group] = []
-        for (dtype, shape), names in alike.items():
+        for (dtype, shape, _), names in alike.items():
             group = _Group(tuple(names), dtype, shape, self.bytes)
             self._groups.append(group)
             self.bytes += -(-math.prod(group.whole) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
@@ -76,18 +78,14 @@ class Packing:
         return part_of(memory, 0, self.dtype, self.shape)
 
     def on_device(self, block: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The parts, by name, of a block of ``dtype`` and ``shape``."""
+        """The parts, by name, of a block of ``dtype`` and ``shape`` that begins its memory."""
         tensors: dict[str, torch.Tensor] = {}
         for group in self._groups:
-            alike = block if block.dtype == group.dtype else block.view(group.dtype)
-            first, size = group.start // group.dtype.itemsize, math.prod(group.shape)
-            if group.dtype.is_floating_point:
-                # Each by a call of its own: of several views from one call autograd lets none be written to.
-                for at, name in enumerate(group.names):
-                    tensors[name] = strided(alike, first + size * at, group.shape)
-            else:
-                whole = alike if len(self._groups) == 1 else strided(alike, first, group.whole)
-                tensors |= zip(group.names, whole.unbind(0), strict=True)
+            whole = block
+            if len(self._groups) > 1:
+                typed = block.view(group.dtype)
+                whole = strided(typed, group.start // group.dtype.itemsize, group.whole)
+            tensors |= zip(group.names, (part.data for part in whole.unbind(0)), strict=True)  # see ``strided``
         return tensors
 
 
@@ -103,8 +101,12 @@ def torch_dtype_of(dtype: np.dtype[np.generic]) -> torch.dtype:
 
 
 def strided(block: torch.Tensor, first: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """``shape`` elements of a contiguous tensor from element ``first`` on."""
-    return block.as_strided(shape, _strides(shape), first)
+    """``shape`` elements from element ``first`` of a block's memory on.
+
+    ``.data``, as a batch's tensors are independent of each other: autograd counts writes to a tensor and to its views
+    together, and a script that changes its mask between forward and backward would be told that it changed the ids.
+    """
+    return block.as_strided(shape, _strides(shape), first).data
 
 
 @functools.lru_cache(maxsize=1024)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,77 +23,24 @@ import torch
 from numpy.typing import NDArray
 
 from hsloader.batches.noise import GaussianNoise, UniformNoise
-from hsloader.batches.states import restored, torch_dtype
+from hsloader.batches.states import restored
 from hsloader.device.driver import Driver
 from hsloader.device.noising import add_noise
-from hsloader.device.packing import NOT_IN_NUMPY, Packing, Part, part_of, strided, torch_dtype_of
+from hsloader.device.packing import Packing, Part, part_of, strided, torch_dtype_of
 from hsloader.device.parcels import Gear, Memory, Parcel
+from hsloader.device.plans import Move, SpanPlan, moves_of
 from hsloader.reader.lease import Filled
-from hsloader.store.fields import Field
 
-__all__ = ["SpanPlan", "Transfers"]
+__all__ = ["Transfers"]
 
 _TIMED = 8  # of so many transfers one is timed
-
-
-@dataclass(frozen=True, slots=True)
-class SpanPlan:
-    """What becomes of a span on its way: its dtype in the batch, the span with its fp8 scales, whether it is noised."""
-
-    name: str
-    field: Field
-    dtype: torch.dtype
-    scale: str | None
-    noisy: bool
-
-    @property
-    def stored(self) -> torch.dtype:
-        """Its dtype in the ring."""
-        return torch_dtype(self.field.dtype)
-
-    @property
-    def changes(self) -> bool:
-        """Whether its values are not simply copied."""
-        return self.noisy or self.dtype != self.stored
-
-    @property
-    def is_small(self) -> bool:
-        """Whether the host packs it together with its own arrays, cast if it must be, as ids and masks."""
-        castable = self.dtype == self.stored or not {self.dtype, self.stored} & NOT_IN_NUMPY
-        return self.field.is_token_field and castable and not self.noisy
-
-
-@dataclass(frozen=True, slots=True)
-class _Move:
-    """Spans ``first`` to ``last`` (numbers) that travel in one copy, as they lie side by side and stay as they are."""
-
-    first: int
-    last: int
-    dtype: torch.dtype
-    last_row_bytes: int
-
-
-def _moves(plans: Sequence[SpanPlan]) -> list[_Move]:
-    """The copies of a batch's states. Spans that change their dtype are in none, nor are those that are packed.
-
-    Apart from what is small, as a script may collect its masks, and would keep the states with them.
-    """
-    moves: list[_Move] = []
-    for number, plan in enumerate(plans):
-        if plan.is_small or plan.dtype != plan.stored:
-            continue
-        first = number
-        if moves and moves[-1].last == number - 1 and moves[-1].dtype == plan.dtype:
-            first = moves.pop().first
-        moves.append(_Move(first, number, plan.dtype, plan.field.row_bytes))
-    return moves
 
 
 class Transfers:
     """Sends batches to a device in few copies: one of the states, one of all that is small, which the host packs.
 
-    ``plans``: the spans in the order of the ring's.  ``moved`` is called with (nanoseconds, bytes) of transfers that
-    are over: one in eight is timed, and stands for those since the one before.
+    ``plans``: the spans in the order of the ring's.  ``moved`` is called with (nanoseconds, bytes) of each transfer
+    that is over; one in eight is timed, and the others are taken to be as fast as it was.
     """
 
     def __init__(
@@ -108,7 +54,7 @@ class Transfers:
         self._plans = tuple(plans)
         self._noise = noise
         self._moved = moved
-        self._moves = _moves(self._plans)
+        self._moves = moves_of(self._plans)
         self._small = [(number, plan) for number, plan in enumerate(self._plans) if plan.is_small]
         self._recast = [
             (number, plan) for number, plan in enumerate(self._plans) if plan.dtype != plan.stored and not plan.is_small
@@ -116,7 +62,7 @@ class Transfers:
         self._packing = Packing(())
         self._gear: list[Gear] = []
         self._sent = 0
-        self._untimed = 0  # bytes
+        self._pace = 0.0  # nanoseconds a byte, of the last transfer that was timed
         self._sources: dict[tuple[tuple[int, int], int], tuple[tuple[int, int], torch.Tensor]] = {}
         self._memory = Memory(driver)
         self._finalizer = weakref.finalize(self, Memory.shut, self._memory)
@@ -139,7 +85,6 @@ class Transfers:
         """
         if place not in self._memory.registered:
             self._memory.register(place, memory)
-            self._sources.clear()
 
     def prepare(self, stream: Any) -> Parcel:
         """A parcel for a batch of ``stream``, kept from now on until its transfer is over.
@@ -186,7 +131,7 @@ class Transfers:
                         rows = spans[plan.name].view(-1, *plan.field.shape)
                         add_noise(self._noise, rows, runs, generator)
 
-        parcel.timed = self._sent % _TIMED == 0
+        parcel.timed = not self._pace or self._sent % _TIMED == 0
         self._memory.moving.append(parcel)  # first: what an interrupted call has started is waited for, too
         driver.record(gear.ready, parcel.stream)
         driver.wait(driver.side, gear.ready)
@@ -227,8 +172,8 @@ class Transfers:
             if parcel.taken:
                 self._gear.append(parcel.gear)
         if memory.replaced:
+            self._sources.clear()  # they would keep it mapped
             memory.forget_replaced()
-            self._sources.clear()
 
     def close(self) -> None:
         """Wait for what is under way and unregister the ring.  Call it before the ring goes."""
@@ -236,16 +181,13 @@ class Transfers:
         self._finalizer()
 
     def _count(self, parcel: Parcel) -> None:
-        if not parcel.timed or not parcel.bytes:
-            self._untimed += parcel.bytes
-            return
-        size = self._untimed + parcel.bytes
-        self._untimed = 0
-        spent = self._driver.milliseconds(parcel.gear.started, parcel.gear.done)
-        self._moved(int(spent * 1e6 * size / parcel.bytes), size)
+        if parcel.timed and parcel.bytes:
+            spent = self._driver.milliseconds(parcel.gear.started, parcel.gear.done)
+            self._pace = spent * 1e6 / parcel.bytes
+        self._moved(int(parcel.bytes * self._pace), parcel.bytes)
 
     def _placed(
-        self, move: _Move, parcel: Parcel, filled: Filled, shapes: Mapping[str, tuple[int, ...]]
+        self, move: Move, parcel: Parcel, filled: Filled, shapes: Mapping[str, tuple[int, ...]]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Give the states of a move their places on the device; (to, from) of their copy."""
         plans, itemsize = self._plans, move.dtype.itemsize
@@ -258,7 +200,7 @@ class Transfers:
         parcel.bytes += stop - start
         return block, self._source(move, parcel.place, start, stop)
 
-    def _source(self, move: _Move, place: tuple[int, int], start: int, stop: int) -> torch.Tensor:
+    def _source(self, move: Move, place: tuple[int, int], start: int, stop: int) -> torch.Tensor:
         """The bytes of a move in a slot; of packed batches they are the same whenever the slot comes round."""
         known = self._sources.get((place, move.first))
         if known is None or known[0] != (start, stop):

@@ -19,7 +19,8 @@ from hsloader.device.driver import CudaDriver, Driver
 from hsloader.device.noising import add_noise
 from hsloader.device.packing import part_of
 from hsloader.device.parcels import Parcel
-from hsloader.device.transfers import SpanPlan, Transfers
+from hsloader.device.plans import SpanPlan
+from hsloader.device.transfers import Transfers
 from hsloader.loading.settings import LoaderSettings
 from hsloader.loading.stream import BatchStream, Fetched
 from hsloader.monitor.counters import TrainerCounter
@@ -82,7 +83,7 @@ def _noise_rows(layout: BatchLayout, plans: Sequence[SpanPlan]) -> list[Any]:
 def _tensors(whole: torch.Tensor, filled: Filled, plans: Sequence[SpanPlan]) -> Tensors:
     """The spans as they lie in their slot, of which ``whole`` is the memory (uint8)."""
     return {
-        plan.name: part_of(whole, offset, plan.stored, (rows, *plan.field.shape))
+        plan.name: part_of(whole, offset, plan.stored, (rows, *plan.field.shape)).data  # see ``strided``
         for plan, offset, rows in zip(plans, filled.offsets, filled.rows, strict=True)
     }
 

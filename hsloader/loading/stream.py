@@ -32,7 +32,7 @@ from hsloader.store.dataset import Dataset
 __all__ = ["BatchStream", "Fetched", "Target"]
 
 _PLANNED = 16  # batches that are laid out in one go
-_REFILLS = 8  # in which the whole ring is asked for anew
+_REFILLS = 8  # in which a whole ring is asked for anew
 _GLANCE = 0.005  # seconds between looks at what a GPU still reads
 _NUMBERS = 1 << 40  # more batches than an epoch has: epoch and number in one key
 _MOST_LOSSES = 16  # that an iteration under on_bad="skip" may have, or, if that is more,
@@ -147,8 +147,9 @@ class BatchStream:
         return count
 
     def refill(self) -> None:
-        """``ask``, once an eighth of the ring is free: to plan several batches in one go takes half as long a batch."""
-        if self.client.room >= max(1, self.client.slots // _REFILLS):
+        """``ask``, once an eighth of the slots that nobody holds are free: one bell wakes the feeder for all."""
+        client = self.client
+        if client.room >= max(1, (client.slots - client.held) // _REFILLS):
             self.ask()
 
     def fetch(self, number: int) -> Fetched:

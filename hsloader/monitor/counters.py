@@ -32,13 +32,13 @@ class TrainerCounter(IntEnum):
 
     GENERATION = 0  # raised by every new iteration; requests of an older one are cancelled
     REQUESTED = 1  # batches asked for
-    RECEIVED = 2  # batches that wait() handed out
+    RECEIVED = 2  # batches that wait() or look() handed out
     CANCELLED = 3  # batches that were asked for and then forgotten
     WAIT_NS = 4  # time inside wait() and wait_free()
     LAST_WAIT_NS = 5  # of the last batch handed out
     WAITING_SINCE = 6  # instant at which the running wait() began, 0 outside
     WAITING_SERIAL = 7  # the request that the running wait() waits for
-    LAST_CALL = 8  # instant of the last submit() or wait()
+    LAST_CALL = 8  # instant of the last submit(), wait() or look()
     RESTARTS = 9  # feeders that died and were started again
     BAD_SAMPLES = 10  # samples reported bad
     FEEDER_PID = 11  # 0 in a reader inside the trainer's process and between feeders
@@ -50,7 +50,7 @@ class TrainerCounter(IntEnum):
     TOKENS = 17  # tokens handed out, without padding
     ROWS = 18  # rows handed out, with padding
     BATCHES = 19  # batches handed out to the script
-    TRANSFER_NS = 20  # host-to-device copies, from events
+    TRANSFER_NS = 20  # host-to-device copies, from the events of one in eight
     TRANSFER_BYTES = 21
     EPOCH = 22
     POSITION = 23  # batches of the epoch that were handed out

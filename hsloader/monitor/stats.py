@@ -22,7 +22,7 @@ Names end in their unit: ``_bytes``, ``_seconds``, ``_share`` (of one), ``_per_s
 ``zeroed_bytes``                rows of batches that no sample fills; ``dropped_bytes``: page cache given back
 ``read_seconds``                thread-seconds in reads; so are ``index_``, ``buffer_`` (waiting for the decoders),
                                 ``decode_seconds``
-``transfer_seconds``            host-to-device copies, from events; ``transfer_bytes``
+``transfer_seconds``            host-to-device copies, from the events of one in eight; ``transfer_bytes``
 ``bad_samples``                 reported bad; ``skipped_samples`` of them were left out
 ``restarts``                    feeders that died and were started again
 ``batches_requested``           asked of the feeder; ``batches_filled``, ``batches_received``, ``batches_cancelled``;

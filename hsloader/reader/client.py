@@ -127,10 +127,7 @@ class FeederClient:
     def room(self) -> int:
         """How many slots may be free: 0 for certain, else ``submit`` is worth preparing a request for."""
         self._holds.collect()
-        room = len(self._slots) - self._busy()
-        if room <= 0:
-            self._holds.sweep()  # for the next time
-        return max(0, room)
+        return max(0, len(self._slots) - self._busy())
 
     @property
     def held(self) -> int:
@@ -200,7 +197,7 @@ class FeederClient:
                 prefault_while_starting(self._state.ring)  # last: whatever ends it, the feeder is known to be there
 
     def prepare(self, requests: Sequence[BatchRequest]) -> list[Prepared]:
-        """Requests as ``submit`` also takes them: several are made in one go in little more time than one, at most 64.
+        """Requests as ``submit`` also takes them: several take little longer than one; at most ``MOST_REQUESTS``.
 
         Raises ``ValueError`` for one that cannot be read or does not fit a slot.
         """
@@ -242,14 +239,6 @@ class FeederClient:
         """Have the feeder look at what was asked; ``wait`` does so, too."""
         self.check()
         self._ring_bell()
-
-    def ready(self, key: int) -> bool:
-        """Whether ``wait(key)`` would return at once."""
-        self.check()
-        self._listen()
-        slot = self._keys[key]
-        completion = slot.completion()
-        return completion is not None and completion.status != Status.CANCELLED
 
     def look(self, key: int) -> Filled | None:
         """``wait(key)`` if the batch is there, else None at once."""
@@ -305,7 +294,6 @@ class FeederClient:
                 if left is not None and left <= 0:
                     return False
                 self.start()
-                self._holds.sweep()
                 # Another thread may release a hold, which rings no bell.
                 self._watch(0.05 if left is None else min(left, 0.05))
             return True

@@ -57,21 +57,16 @@ class Holds:
         self._released.append(number)
 
     def collect(self) -> None:
-        """Take in what was released."""
+        """Take in what was released. An interrupted call is made good by the next one."""
         while self._released:
-            released = self._released.popleft()
+            released = self._released[0]
             number = released if isinstance(released, int) else released.number
-            slot = self._slots.pop(number, None)
-            self._owners.pop(number, None)
+            slot = self._slots.get(number)
             if slot is not None:
                 slot.holds.discard(number)
-
-    def sweep(self) -> None:
-        """``collect``, and look for owners that are gone: ctrl-C may have hit ``hold`` before it knew the slot."""
-        for number, owner in list(self._owners.items()):
-            if owner() is None:
-                self._released.append(number)
-        self.collect()
+            self._slots.pop(number, None)
+            self._owners.pop(number, None)
+            self._released.popleft()
 
     def clear(self) -> None:
         """Forget every hold."""

@@ -106,7 +106,8 @@ class Slot:
 
     def completion(self) -> Completion | None:
         """What became of what was asked last; None if that is open, or nothing was asked."""
-        return self._answered(self.ring.request(self.number))
+        request = self.ring.request(self.number)
+        return None if request is None else self._answered(request)
 
     def acknowledged(self) -> bool:
         """Whether the feeder will not touch the slot: it answered what was asked, or nothing was."""
@@ -115,9 +116,9 @@ class Slot:
             self.open = request is not None and self._answered(request) is None
         return not self.open
 
-    def _answered(self, request: Request | None) -> Completion | None:
-        completion = self.ring.completion(self.number) if request is not None else None
-        return completion if completion is not None and completion.serial == request.serial else None  # type: ignore[union-attr]
+    def _answered(self, request: Request) -> Completion | None:
+        completion = self.ring.completion(self.number)
+        return completion if completion is not None and completion.serial == request.serial else None
 
     def answer(self, completion: Completion) -> bytes:
         """The bytes that came with a completion."""

@@ -14,7 +14,16 @@ from typing import NoReturn
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["PIECES", "SPAN_ALIGNMENT", "WIRE", "BatchRequest", "SampleTable", "span_offsets", "to_wire"]
+__all__ = [
+    "MOST_REQUESTS",
+    "PIECES",
+    "SPAN_ALIGNMENT",
+    "WIRE",
+    "BatchRequest",
+    "SampleTable",
+    "span_offsets",
+    "to_wire",
+]
 
 # One piece as a trainer lays it out. ``field_index`` counts in the client's fields, ``start`` and ``stop`` are tokens
 # of the sample, ``dest_row`` is a row of that field's span.
@@ -29,6 +38,7 @@ SPAN_ALIGNMENT = 512  # what CUDA's own allocations have; a span of a slot start
 
 _FIELD_SHIFT = 48  # more rows than any span has
 _BATCH_SHIFT = 57  # more fields than any dataset has, by far
+MOST_REQUESTS = 64  # what is left of 63 bits
 
 _all = np.logical_and.reduce  # what ndarray.all does, without its layers of Python
 
@@ -69,8 +79,10 @@ def to_wire(requests: Sequence[BatchRequest], table: SampleTable) -> list[Pieces
     """Each request's pieces as wire pieces, sorted by (field, dest). ``ValueError`` for a piece that cannot be.
 
     Empty pieces vanish. Checked: the field, the sample, the rows inside the sample and inside the span, and that no
-    two pieces of a field share a row of the span. At most 64 requests.
+    two pieces of a field share a row of the span. ``ValueError`` for more than ``MOST_REQUESTS``, too.
     """
+    if len(requests) > MOST_REQUESTS:
+        raise ValueError(f"{len(requests)} requests at once; expected at most {MOST_REQUESTS}")
     # The trainer's thread pays for this in its steps: few calls of numpy, for all requests at once, and words only for
     # what is wrong.
     sizes = [len(request.pieces) for request in requests]

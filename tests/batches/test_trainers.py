@@ -393,3 +393,12 @@ def test_orders_by_name() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             order(name, trainer, **options)
+
+
+def test_noise_on_states_that_cannot_be_added_to_is_refused() -> None:
+    fields = {**FIELDS, "hidden_states": Field(name="hidden_states", dtype="float8_e4m3fn", shape=(3, 48))}
+    noise = UniformNoise(0.05)
+    with pytest.raises(ValueError, match=r"'hidden_state' of specforge-0.2 .*float8_e4m3fn.*hidden_states_dtype="):
+        noise_keys(noise, trainer_named("specforge-0.2", fields, batch_size=2))
+    trainer = trainer_named("specforge-0.2", fields, batch_size=2, hidden_states_dtype="bfloat16")
+    assert noise_keys(noise, trainer) == ("hidden_state",)

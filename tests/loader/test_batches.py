@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from hsloader import DataLoader, ReadOptions
 from hsloader.batches.noise import GaussianNoise
 from hsloader.errors import IncompatibleError
 from hsloader.monitor import stats
+from hsloader.monitor.counters import TrainerCounter
 from hsloader.store.dataset import Dataset
 from hsloader.store.writer import Writer
-from tests.loader.making import PACKED, PADDED, RAW, assert_same, clone, ids_of, reference
+from tests.loader.making import PACKED, PADDED, RAW, assert_same, clone, ids_of, reference, write
 
 FAMILIES = [
     pytest.param(PACKED, id="packed"),
@@ -329,3 +331,21 @@ def test_a_trainers_contiguous_split_is_where_the_trainer_cuts(tmp_path: Path) -
             writer.append(input_ids=torch.arange(3), loss_mask=torch.ones(3, dtype=torch.int64))
     with DataLoader(tmp_path / "data.hs", val_ratio=0.42, split_by="contiguous", **RAW) as loader:
         assert loader._epochs.usable.tolist() == list(range(int(100 * 0.58)))
+
+
+def test_a_script_that_keeps_most_of_the_ring_finds_the_rest_asked_for(tmp_path: Path) -> None:
+    """A ring of 32 batches, 29 of them kept: what is left is asked for at once, not once an eighth of 32 is free."""
+    path = write(tmp_path / "data.hs", 260, longest=60)
+    settings = {**PACKED, "max_tokens": 60, "split": "all"}
+    with DataLoader(path, **settings) as loader:
+        slot = loader._connection.client.slot_bytes  # type: ignore[union-attr]
+    kept: deque[Any] = deque(maxlen=29)
+    asked = []
+    with DataLoader(path, read=ReadOptions(prefetch=32 * slot), **settings) as loader:
+        client = loader._connection.client  # type: ignore[union-attr]
+        assert client.slots == 32
+        for batch in loader:
+            kept.append(batch)
+            asked.append(client.counters[TrainerCounter.SLOTS_BUSY] - client.held)
+        assert client.held >= 28
+    assert min(asked[40:-5]) >= 1

@@ -46,6 +46,22 @@ def test_what_is_put_into_a_place_on_the_host_comes_out_on_the_device(name: str)
     assert host[packing.bytes :].tolist() == [7] * 64
 
 
+def test_a_tensor_that_autograd_has_saved_does_not_mind_writes_to_its_neighbours() -> None:
+    """As a script's change of its mask between forward and backward: the ids are the embedding's, which saved them."""
+    for name in ("alike", "mixed"):
+        packing = Packing(PARTS[name])
+        tensors = packing.on_device(torch.zeros(packing.shape, dtype=packing.dtype))
+        saved, *others = tensors.values()
+        weight = torch.ones(3, 2, requires_grad=True)
+        out = torch.nn.functional.embedding(saved, weight).sum()
+        for other in others:
+            other.fill_(1)
+        out.backward()
+        assert weight.grad is not None
+        assert weight.grad[0, 0] == saved.numel()
+        assert not saved.any()
+
+
 def test_tensors_of_one_block_can_be_written_to_in_a_graph() -> None:
     packing = Packing(PARTS["floats"])
     tensors = packing.on_device(torch.zeros(packing.shape, dtype=packing.dtype))
@@ -54,3 +70,11 @@ def test_tensors_of_one_block_can_be_written_to_in_a_graph() -> None:
     tensors["a"].sum().backward()
     assert weight.grad.tolist() == [1, 1, 1]
     assert tensors["b"].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_every_tensor_is_aligned_as_kernels_expect(name: str) -> None:
+    packing = Packing(PARTS[name])
+    block = torch.empty(packing.shape, dtype=packing.dtype)
+    starts = [tensor.data_ptr() - block.data_ptr() for tensor in packing.on_device(block).values() if tensor.numel()]
+    assert [start % 16 for start in starts] == [0] * len(starts)

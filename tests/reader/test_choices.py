@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from hsloader.reader import limits, modes
+from hsloader.reader.engine import EngineSettings
 from hsloader.reader.modes import choose_mode
 from hsloader.reader.options import ReadOptions
 
@@ -163,3 +165,16 @@ def test_the_file_system_here(tmp_path: Path) -> None:
         assert modes._probe(file, direct=True) > 0
     assert modes._probe(file, direct=False) > 0
     assert not modes.supports_direct(tmp_path / "missing")
+
+
+@pytest.mark.parametrize("engines", [1, 2, 3, 4])
+@pytest.mark.parametrize("decoders", [4, 5, 7, 15, 16, 127])
+def test_each_process_gets_as_many_batches_as_it_has_threads(engines: int, decoders: int) -> None:
+    settings = EngineSettings(
+        path="", segments=1, fingerprint="", fields=(), row_bytes=(), mode="mmap", drop_pages=False, bypass="never",
+        readers=8, decoders=decoders, engines=engines,
+    )  # fmt: skip
+    taken = Counter(settings.part_of(serial) for serial in range(1, 10 * decoders + 1))
+    assert taken == {part: 10 * settings.threads_of(part)[1] for part in range(engines)}
+    # In turn, so that also of a few batches under way each has its own.
+    assert len({settings.part_of(serial) for serial in range(3 * decoders, 3 * decoders + engines)}) == engines

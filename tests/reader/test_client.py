@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import os
@@ -17,6 +18,8 @@ import pytest
 from hsloader.errors import LoaderError
 from hsloader.reader.client import FeederClient
 from hsloader.reader.counters import TrainerCounter
+from hsloader.reader.holds import Holds
+from hsloader.reader.lease import Slot
 from hsloader.reader.options import ReadOptions
 from hsloader.store.dataset import Dataset
 from tests.reader.making import (
@@ -56,7 +59,7 @@ def test_the_same_key_is_asked_once_and_gives_the_same_batch(usual: Dataset) -> 
         assert client.submit(7, random_request(rng, usual))
         assert client.free == client.slots - 1
         first = client.wait(7, 20)
-        assert client.ready(7)
+        assert client.look(7) is not None
         second = client.wait(7)
         assert_filled(usual, request, second)
         assert first is not None
@@ -135,7 +138,7 @@ def test_a_stopped_feeder_is_a_timeout(usual: Dataset) -> None:
         begun = time.monotonic()
         assert client.wait(1, 0.3) is None
         assert 0.25 < time.monotonic() - begun < 2
-        assert not client.ready(1)
+        assert client.look(1) is None
         os.kill(client.pid, signal.SIGCONT)
         assert_filled(usual, request, client.wait(1, 20))
         assert client.restarts == 0
@@ -286,3 +289,31 @@ def test_stats_say_what_was_read(usual: Dataset) -> None:
         info = client.ring.info()
         assert info["dataset"] == str(usual.path)
         assert info["mode"] == client.mode == "mmap"
+
+
+def test_a_hold_that_ends_while_ctrl_c_comes_frees_its_slot() -> None:
+    """Interrupts that fall between any two steps of taking in what was released."""
+    holds, slot = Holds(), Slot(None, 1, 0)  # type: ignore[arg-type]
+
+    class Bitten(dict[int, Slot]):
+        bites = 0
+
+        def pop(self, *arguments: Any) -> Any:
+            Bitten.bites += 1
+            if Bitten.bites in (1, 3, 6):
+                raise KeyboardInterrupt
+            return super().pop(*arguments)
+
+    holds._slots, holds._owners = Bitten(), Bitten()  # type: ignore[assignment]
+    owner = threading.Event()
+    holds.hold(slot, owner)
+    number = holds.hold(slot, None)
+    holds.release(number)
+    del owner
+    for _ in range(20):
+        with contextlib.suppress(KeyboardInterrupt):
+            holds.collect()
+    assert not slot.holds
+    assert not list(holds.slots)
+    holds.release(number)
+    holds.collect()

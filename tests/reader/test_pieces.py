@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hsloader.reader.pieces import PIECES, BatchRequest, SampleTable, to_wire
+from hsloader.reader.pieces import MOST_REQUESTS, PIECES, BatchRequest, SampleTable, to_wire
 
 LENGTHS = np.array([5, 9, 3, 7])
 TABLE = SampleTable(np.array([0, 0, 1, 1]), np.array([0, 8, 0, 4]), LENGTHS)
@@ -72,3 +72,11 @@ def test_pieces_of_one_batch_may_not_share_rows_and_those_of_two_may() -> None:
     assert len(to_wire([request_of(first), request_of(second)], TABLE)) == 2
     with pytest.raises(ValueError, match="rows 3 to 8 of field 0 and rows 7 to 11 of field 0"):
         to_wire([request_of((0, 2, 0, 3, 0)), request_of(second, first)], TABLE)
+
+
+def test_more_requests_than_can_be_told_apart_are_refused() -> None:
+    asked = [request_of((0, n % 4, 0, 3, n % 7)) for n in range(MOST_REQUESTS + 1)]
+    together = to_wire(asked[:-1], TABLE)
+    assert [wire["sample"].tolist() for wire in together] == [[n % 4] for n in range(MOST_REQUESTS)]
+    with pytest.raises(ValueError, match="65 requests at once; expected at most 64"):
+        to_wire(asked, TABLE)
