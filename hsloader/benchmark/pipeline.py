@@ -15,8 +15,10 @@ from hsloader.benchmark.residency import drop, is_told, resident_share, state_of
 from hsloader.benchmark.results import Measurement, State
 from hsloader.benchmark.timing import process_cpu
 from hsloader.errors import HsloaderError
+from hsloader.reader.choices import usual_slots
 from hsloader.reader.client import FeederClient
 from hsloader.reader.counters import FeederCounter
+from hsloader.reader.engine import MOST_ENGINES
 from hsloader.reader.limits import memory_available
 from hsloader.reader.options import Mode, ReadOptions
 from hsloader.reader.pieces import PIECES, BatchRequest, span_offsets
@@ -24,7 +26,6 @@ from hsloader.store.dataset import Dataset
 
 __all__ = ["Batches", "client_for", "drop_dataset", "make_batches", "measure_pipeline"]
 
-_SLOTS = 4
 _LEAST_STEADY = 4  # batches of a steady state
 _PATIENCE = 60.0  # seconds for one batch, after which the disk is called stuck
 
@@ -73,15 +74,16 @@ def _pieces(group: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], fields
     return pieces
 
 
-def budget_for(slot_bytes: int) -> int:
-    """Bytes of a ring of four slots; ``HsloaderError`` if the memory for it is not there."""
+def budget_for(slot_bytes: int, options: ReadOptions) -> int:
+    """Bytes of the ring that a loader would take; ``HsloaderError`` if the memory for it is not there."""
     size = -(-slot_bytes // (2 << 20)) * (2 << 20)
-    if _SLOTS * size > memory_available() // 2:
+    slots = usual_slots(options, size)
+    if slots * size > memory_available() // 2:
         raise HsloaderError(
-            f"a ring of {_SLOTS} batches of {slot_bytes:,} bytes is more than half of the memory left; give a smaller "
+            f"a ring of {slots} batches of {slot_bytes:,} bytes is more than half of the memory left; give a smaller "
             "tokens_per_step"
         )
-    return _SLOTS * size
+    return slots * size
 
 
 def measure_pipeline(
@@ -123,12 +125,12 @@ def measure_pipeline(
 
 
 def client_for(dataset: Dataset, batches: Batches, options: ReadOptions) -> FeederClient:
-    """A client for these batches, with a ring of four slots."""
+    """A client for these batches, with the ring that a loader would take."""
     return FeederClient(
         dataset,
         list(dataset.fields),
         slot_bytes=batches.slot_bytes,
-        budget=budget_for(batches.slot_bytes),
+        budget=budget_for(batches.slot_bytes, options),
         pieces=max(len(request.pieces) for request in batches.requests),
         options=options,
         info={"job": "hsloader bench"},
@@ -151,10 +153,11 @@ class _Run:
     start: _Mark
     marks: Sequence[_Mark]
     last_asked: int
+    slots: int
 
     def steady(self, ready: float) -> tuple[int, float, float]:
         """(bytes, seconds, processor seconds) of the steady state, or of all if that is too short."""
-        first, last = _SLOTS - 1, min(self.last_asked, len(self.marks)) - 1
+        first, last = self.slots - 1, min(self.last_asked, len(self.marks)) - 1
         if last - first >= _LEAST_STEADY:
             begin, end = self.marks[first], self.marks[last]
             return end.size - begin.size, max(1e-6, end.at - begin.at), end.cpu - begin.cpu
@@ -165,12 +168,10 @@ class _Run:
 def _consume(client: FeederClient, batches: Batches, seconds: float, *, again: bool) -> _Run:
     """Take batches until they (unless ``again``) or the time, counted from the first batch, are over."""
     total = len(batches.requests)
-    feeder = None
+    readers: list[int] = []
 
     def mark(size: int) -> _Mark:
-        return _Mark(
-            time.monotonic(), size, time.process_time() + (process_cpu(feeder) if feeder != os.getpid() else 0)
-        )
+        return _Mark(time.monotonic(), size, time.process_time() + sum(map(process_cpu, readers)))
 
     start = mark(0)
     marks: list[_Mark] = []
@@ -179,16 +180,22 @@ def _consume(client: FeederClient, batches: Batches, seconds: float, *, again: b
         while (again or asked < total) and client.submit(asked, batches.requests[asked % total]):
             asked += 1
             last_asked = len(marks)
-        feeder = client.pid
+        readers = _readers(client)
         key = len(marks)
         if client.wait(key, _PATIENCE) is None:
             raise TimeoutError(f"{client.dataset_path}: a batch was not there after {_PATIENCE:.0f} s")
         client.done(key)
         size += batches.sizes[key % total]
         marks.append(mark(size))
-        if marks[-1].at > marks[0].at + seconds and len(marks) >= min(total, 2 * _SLOTS):
+        if marks[-1].at > marks[0].at + seconds and len(marks) >= min(total, 2 * client.slots):
             break
-    return _Run(start, marks, len(marks) if asked > len(marks) else last_asked)
+    return _Run(start, marks, len(marks) if asked > len(marks) else last_asked, client.slots)
+
+
+def _readers(client: FeederClient) -> list[int]:
+    """The processes that read for a client, beside this one."""
+    helpers = client.ring.feeder[FeederCounter.HELPERS : FeederCounter.HELPERS + MOST_ENGINES].tolist()
+    return [pid for pid in (client.pid, *helpers) if pid and pid != os.getpid()]
 
 
 def _shard_ranges(dataset: Dataset, sample: int) -> Iterator[tuple[int, int, int]]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-from hsloader._launch import Child, launch
+from hsloader._launch import launch
+from hsloader.benchmark.children import ask
 from hsloader.benchmark.residency import drop, resident_share, state_of
 from hsloader.benchmark.results import Measurement, State
 from hsloader.benchmark.timing import Deadline
@@ -16,6 +15,7 @@ from hsloader.benchmark.timing import Deadline
 __all__ = ["measure_stock"]
 
 _ENTRY = "hsloader.benchmark.stock_child:main"
+_NAME = "stock loader"
 _START_SECONDS = 60.0  # importing torch from a cold disk takes long
 _MOST_SECONDS = 2.0  # of one setting
 _SETTINGS = ((4, True), (0, True), (2, True), (4, False), (0, False))  # (workers, mmap)
@@ -34,10 +34,10 @@ def measure_stock(
     A setting that torch refuses (mmap of its old format) is left out. ``OSError`` if it refuses all, and with the
     child's last words if that dies.
     """
-    child = launch(_ENTRY, name="stock loader")
+    child = launch(_ENTRY, name=_NAME)
     try:
         # Not among the arguments: a command line has no room for thousands of paths.
-        _ask(child, {"files": [str(file) for file in files]}, _START_SECONDS)
+        ask(child, {"files": [str(file) for file in files]}, _START_SECONDS, _NAME)
         deadline = Deadline(seconds)
         found: list[Measurement] = []
         refusal = ""
@@ -53,7 +53,7 @@ def measure_stock(
             state = _state(files)
             limit = deadline.share(_MOST_SECONDS, len(plans) - number)
             request = {"workers": workers, "mmap": mapped, "seconds": limit, "again": wanted == "warm"}
-            answer = _ask(child, request, limit + _START_SECONDS)
+            answer = ask(child, request, limit + _START_SECONDS, _NAME)
             if "error" in answer:
                 refusal = answer["error"]
                 continue
@@ -76,26 +76,6 @@ def measure_stock(
         return found
     finally:
         child.close(1.0)
-
-
-def _ask(child: Child, request: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Send one line, wait for one line."""
-    data = b""
-    child.channel.settimeout(seconds)
-    try:
-        child.channel.sendall(json.dumps(request).encode() + b"\n")
-        while not data.endswith(b"\n"):
-            more = child.channel.recv(65536)
-            if not more:
-                raise ConnectionResetError
-            data += more
-    except TimeoutError:
-        raise TimeoutError(f"the stock loader gave no answer for {seconds:.0f} s") from None
-    except ConnectionError:
-        child.wait(2.0)
-        raise OSError(f"the stock loader ended: {child.ending()}") from None
-    answer: dict[str, Any] = json.loads(data)
-    return answer
 
 
 def _drop_all(files: Sequence[Path]) -> None:

@@ -140,9 +140,9 @@ def _signals_that_clean_up() -> Iterator[Callable[[], None]]:
 
     def leave_if_told() -> None:
         if told:
-            raise SystemExit(128 + told[0])
+            raise KeyboardInterrupt if told[0] == signal.SIGINT else SystemExit(128 + told[0])
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     ours = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
     for number in ours:
         signal.signal(number, leave)

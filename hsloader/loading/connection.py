@@ -27,6 +27,7 @@ from hsloader.monitor.ranges import mark_stages, stage
 from hsloader.monitor.reporter import Reporter
 from hsloader.monitor.words import plural
 from hsloader.order.sequence import BatchSequence
+from hsloader.reader.choices import usual_slots
 from hsloader.reader.client import FeederClient
 from hsloader.reader.limits import cpu_share, default_budget, ranks_on_node
 from hsloader.reader.pieces import span_offsets
@@ -176,11 +177,13 @@ def connect(
     if workers > 1 and read.threads is None:
         read = replace(read, threads=max(1, cpu_share() // workers))
     budget = read.prefetch
+    if budget is None:
+        budget = default_budget(slot_bytes, ranks_on_node() * workers, usual_slots(read, slot_bytes))
     client = FeederClient(
         dataset,
         [span.field.name for span in trainer.spans],
         slot_bytes=slot_bytes,
-        budget=default_budget(slot_bytes, ranks_on_node() * workers) if budget is None else budget,
+        budget=budget,
         options=read,
         info={
             "rank": ranks.rank,

@@ -17,9 +17,12 @@ from hsloader.reader.options import ReadOptions
 if TYPE_CHECKING:
     from hsloader.store.dataset import Dataset
 
-__all__ = ["check_budget", "choose_settings", "possible_options"]
+__all__ = ["check_budget", "choose_settings", "possible_options", "processes_for", "usual_slots"]
 
 _LEAST_SLOTS = 3
+_USUAL_SLOTS = 4
+_SLOTS_EACH = 2  # of a process: one to fill, one that is read ahead or was handed out
+_SMALL_RING = 1 << 30  # bytes up to which more slots than four are taken unasked
 _READERS = {"mmap": 8, "direct": 8, "pread": 8}
 _REMOTE_READERS = 16  # a server answers many requests at a time, each of them late
 _DECODERS_EACH = 2  # threads of one process wait for one another (see ``helpers``)
@@ -46,8 +49,7 @@ def choose_settings(
         dataset.manifest.stored_bytes,
         lambda: next((segment.array(widest).shard_path(0) for segment in dataset.segments), None),
     )
-    cores = cpu_share()
-    decoders = options.threads or max(1, cores - 1 if cores > 2 else cores)
+    decoders = _decoders(options)
     engines = 1 if options.in_process else _engines(decoders, slots)
     readers = max(_READERS[mode.mode], 2 * engines) if mode.local else _REMOTE_READERS
     settings = EngineSettings(
@@ -67,13 +69,25 @@ def choose_settings(
     return settings, mode.reason
 
 
-def _engines(decoders: int, slots: int) -> int:
-    """Processes that share the decoding: even two threads gain from two, as long as each has a batch to fill.
+def processes_for(decoders: int) -> int:
+    """Processes that share so many decode threads, if each has a batch to fill: even two threads gain from two."""
+    return max(1, min(MOST_ENGINES, max(min(decoders, 2), decoders // _DECODERS_EACH)))
 
-    A batch is filled by one process, and of few slots some are with the trainer.
-    """
-    wanted = max(min(decoders, 2), decoders // _DECODERS_EACH)
-    return max(1, min(MOST_ENGINES, wanted, slots // 2))
+
+def _engines(decoders: int, slots: int) -> int:
+    """Processes of a ring of so many slots: a batch is filled by one process, and of few some are with the trainer."""
+    return max(1, min(processes_for(decoders), slots // _SLOTS_EACH))
+
+
+def usual_slots(options: ReadOptions, slot_bytes: int) -> int:
+    """Batches in a ring that nobody chose a size for: four, or while they are small two for each process."""
+    wanted = _SLOTS_EACH * processes_for(_decoders(options))
+    return max(_USUAL_SLOTS, min(wanted, _SMALL_RING // max(1, slot_bytes)))
+
+
+def _decoders(options: ReadOptions) -> int:
+    cores = cpu_share()
+    return options.threads or max(1, cores - 1 if cores > 2 else cores)
 
 
 def check_budget(slot_bytes: int, budget: int) -> None:

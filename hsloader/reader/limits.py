@@ -55,13 +55,13 @@ def memory_available() -> int:
     return max(0, min([available, *(limit - used for limit, used in _memory_groups())]))
 
 
-def default_budget(slot_bytes: int, loaders: int = 1) -> int:
-    """Bytes of a ring nobody chose a size for: four slots, at most a quarter of what is available over ``loaders``.
+def default_budget(slot_bytes: int, loaders: int = 1, slots: int = 4) -> int:
+    """Bytes of a ring nobody chose a size for: ``slots``, at most a quarter of what is available over ``loaders``.
 
     Never less than three slots, which is the least that works.
     """
     share = memory_available() // 4 // max(1, loaders)
-    return max(3 * slot_bytes, min(4 * slot_bytes, share))
+    return max(3 * slot_bytes, min(slots * slot_bytes, share))
 
 
 def _meminfo() -> dict[str, int]:

@@ -26,8 +26,9 @@ class ReadOptions:
     mode
         ``"mmap"``, ``"pread"``, ``"direct"`` (O_DIRECT), or ``"auto"``, which decides by the file system and logs why.
     prefetch
-        Bytes of the ring, the memory that batches are read ahead into. None: four of the largest batches, at most a
-        quarter of the memory that is available. At least three of the largest batches.
+        Bytes of the ring, the memory that batches are read ahead into. None: four of the largest batches, with many
+        cores up to eight while they take less than 1 GiB, at most a quarter of the memory that is available. At least
+        three of the largest batches.
     drop_pages
         Whether pages leave the page cache once they are decoded. None: if the dataset does not fit the memory.
     restarts

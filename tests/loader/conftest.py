@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from hsloader.loading import connection
 from hsloader.store.dataset import Dataset, open_dataset
 from tests.loader.making import write
 
@@ -24,3 +25,9 @@ def dataset(path: Path) -> Iterator[Dataset]:
     """That dataset, open."""
     with open_dataset(path) as dataset:
         yield dataset
+
+
+@pytest.fixture(autouse=True)
+def _four_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are many cores the default ring has more."""
+    monkeypatch.setattr(connection, "usual_slots", lambda options, slot_bytes: 4)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hsloader.reader import limits, modes
+from hsloader.reader import choices, limits, modes
 from hsloader.reader.engine import EngineSettings
 from hsloader.reader.modes import choose_mode
 from hsloader.reader.options import ReadOptions
@@ -178,3 +178,24 @@ def test_each_process_gets_as_many_batches_as_it_has_threads(engines: int, decod
     assert taken == {part: 10 * settings.threads_of(part)[1] for part in range(engines)}
     # In turn, so that also of a few batches under way each has its own.
     assert len({settings.part_of(serial) for serial in range(3 * decoders, 3 * decoders + engines)}) == engines
+
+
+@pytest.mark.parametrize(
+    ("cores", "threads", "slot", "expected"),
+    [
+        (2, None, 1 << 20, 4),
+        (4, None, 1 << 20, 4),
+        (8, None, 1 << 20, 6),
+        (16, None, 1 << 20, 8),
+        (16, None, 128 << 20, 8),
+        (16, None, 200 << 20, 5),
+        (16, None, 1 << 30, 4),  # large batches keep their processes busy one at a time
+        (128, None, 1 << 20, 8),
+        (16, 2, 1 << 20, 4),
+    ],
+)
+def test_a_ring_has_two_small_batches_for_each_process(
+    monkeypatch: pytest.MonkeyPatch, cores: int, threads: int | None, slot: int, expected: int
+) -> None:
+    monkeypatch.setattr(choices, "cpu_share", lambda: cores)
+    assert choices.usual_slots(ReadOptions(threads=threads), slot) == expected
