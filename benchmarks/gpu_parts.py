@@ -92,11 +92,11 @@ def sweep(bench: Bench) -> None:
     for name, options in settings.items():
         read = hsloader.ReadOptions(**{"prefetch": 2 << 30, **options})
         found[name] = bench.rate(read=read)[0] / 1e9
-    usual = choices._engines
+    usual = choices.processes_for
     for processes in (1, 2, 4):
-        choices._engines = lambda decoders, slots, processes=processes: processes  # type: ignore[misc]
+        choices.processes_for = lambda decoders, slots=99, processes=processes: processes  # type: ignore[misc]
         found[f"{processes} processes"] = bench.rate()[0] / 1e9
-    choices._engines = usual
+    choices.processes_for = usual
     if os.access(_HUGE_PAGES, os.W_OK):
         before = _HUGE_PAGES.read_text().split("[")[1].split("]")[0]
         try:

@@ -30,9 +30,10 @@ from hsloader.benchmark.verdict import judge, rates_of, recommend, with_limits
 from hsloader.conversion.api import convert
 from hsloader.errors import HsloaderError
 from hsloader.formats.discover import discover
+from hsloader.reader.choices import usual_slots
 from hsloader.reader.limits import cpu_share, memory_available, memory_total
 from hsloader.reader.modes import file_system, supports_direct
-from hsloader.reader.options import Mode
+from hsloader.reader.options import Mode, ReadOptions
 from hsloader.store.dataset import Dataset, open_dataset
 from hsloader.store.manifest import MANIFEST_NAME
 
@@ -171,11 +172,11 @@ class _Run:
         frames = frames_of(dataset, _FRAME_BYTES) if dataset else None
         ratio = _ratio(dataset, frames)
         self._disk(dataset, files, bytes_a_token, ratio)
+        batch = min(_BATCH_BYTES, self._most // 4) if tokens is None else tokens * bytes_a_token
         if frames is not None:
-            self._decode(frames)
+            self._decode(frames, batch)
         if self._copies:
             self._stock()
-        batch = min(_BATCH_BYTES, self._most // 4) if tokens is None else tokens * bytes_a_token
         if dataset is not None and len(dataset):
             self._pipeline(dataset, batch)
         self._gpu(dataset, batch)
@@ -351,10 +352,11 @@ class _Run:
             return None
         return RawData.of(scratch)
 
-    def _decode(self, frames: Frames) -> None:
+    def _decode(self, frames: Frames, batch_bytes: int) -> None:
         tell = lambda name: self._tell("decode", name)  # noqa: E731
         counts = thread_counts(self._threads)
-        self._found += measure_decoding(frames, counts, self._until(0.48), progress=tell)
+        slots = usual_slots(ReadOptions(), batch_bytes)
+        self._found += measure_decoding(frames, counts, self._until(0.48), slots=slots, progress=tell)
 
     def _stock(self) -> None:
         files = [file for file in self._copies if file.suffix in _TORCH_FILES]

@@ -10,22 +10,24 @@ from hsloader._launch import Child
 __all__ = ["ask", "hear", "tell"]
 
 
-def ask(child: Child, request: dict[str, Any], seconds: float, name: str) -> dict[str, Any]:
+def ask(child: Child, request: dict[str, Any], seconds: float) -> dict[str, Any]:
     """``tell`` and ``hear``."""
-    tell(child, request, name)
-    return hear(child, seconds, name)
+    tell(child, request, seconds)
+    return hear(child, seconds)
 
 
-def tell(child: Child, request: dict[str, Any], name: str) -> None:
-    """Send a request; ``OSError`` with the child's last words if it is gone (``name`` says what it is)."""
+def tell(child: Child, request: dict[str, Any], seconds: float) -> None:
+    """Send a request: ``TimeoutError`` if it is not taken within ``seconds``, ``OSError`` if the child is gone."""
     try:
-        child.channel.settimeout(10.0)
+        child.channel.settimeout(seconds)
         child.channel.sendall(json.dumps(request).encode() + b"\n")
+    except TimeoutError:
+        raise TimeoutError(f"the {child.name} took no request for {seconds:.0f} s") from None
     except OSError:
-        raise _ended(child, name) from None
+        raise _ended(child) from None
 
 
-def hear(child: Child, seconds: float, name: str) -> dict[str, Any]:
+def hear(child: Child, seconds: float) -> dict[str, Any]:
     """The answer; ``TimeoutError`` after ``seconds``, ``OSError`` as ``tell``."""
     data = b""
     try:
@@ -36,13 +38,13 @@ def hear(child: Child, seconds: float, name: str) -> dict[str, Any]:
                 raise ConnectionResetError
             data += more
     except TimeoutError:
-        raise TimeoutError(f"the {name} gave no answer for {seconds:.0f} s") from None
+        raise TimeoutError(f"the {child.name} gave no answer for {seconds:.0f} s") from None
     except ConnectionError:
-        raise _ended(child, name) from None
+        raise _ended(child) from None
     answer: dict[str, Any] = json.loads(data)
     return answer
 
 
-def _ended(child: Child, name: str) -> OSError:
+def _ended(child: Child) -> OSError:
     child.wait(2.0)
-    return OSError(f"the {name} ended: {child.ending()}")
+    return OSError(f"the {child.ending()}")

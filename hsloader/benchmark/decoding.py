@@ -1,4 +1,4 @@
-"""Measures checking and decoding frames that lie in memory, in 1 to N threads of as many processes as a reader has.
+"""Measures checking and decoding frames that lie in memory, in 1 to N threads, shared among processes as by a reader.
 
 Threads of one process wait for Python's lock, on small frames most of the time: 16 of them decoded chunks of 0.5 MB
 at 4.0 GB/s where 8 gave 7.1.
@@ -7,15 +7,15 @@ at 4.0 GB/s where 8 gave 7.1.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
-from hsloader._launch import Child, launch, launch_problem
+from hsloader._launch import Child, LaunchUnavailableError, launch
 from hsloader.benchmark.children import hear, tell
 from hsloader.benchmark.results import Measurement
 from hsloader.benchmark.timing import Deadline, Timed, run_threads
@@ -26,19 +26,16 @@ from hsloader.store.dataset import Dataset
 __all__ = ["Frames", "decode_in_threads", "frames_of", "measure_decoding", "thread_counts"]
 
 _ENTRY = "hsloader.benchmark.decoding_child:main"
-_NAME = "decoding process"
 _START_SECONDS = 30.0
 _LEAST_FRAMES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Frames:
-    """Encoded chunks of one field of a dataset's segment, in memory."""
+    """Encoded chunks of one field, in memory."""
 
     codec: Codec
     frames: Sequence[bytes]
-    dataset: Path
-    segment: int
 
     @property
     def ratio(self) -> float:
@@ -51,18 +48,18 @@ def frames_of(dataset: Dataset, most: int) -> Frames | None:
     name = max(dataset.fields.values(), key=lambda field: field.row_bytes).name
     frames: list[bytes] = []
     size = 0
-    for number, segment in enumerate(dataset.segments):
+    for segment in dataset.segments:
         array = segment.array(name)
         for shard in range(array.shards):
             handle = array.open_shard(shard)
             for offset, length in handle.index[: array.records[shard].chunks].tolist():
                 if size >= most and len(frames) >= _LEAST_FRAMES:
-                    return Frames(array.codec, frames, dataset.path, number)
+                    return Frames(array.codec, frames)
                 frames.append(os.pread(handle.fd, min(length, array.codec.max_frame_bytes), offset))
                 size += len(frames[-1])
         if frames:
             # Of one codec: other segments may have other chunks.
-            return Frames(array.codec, frames, dataset.path, number)
+            return Frames(array.codec, frames)
     return None
 
 
@@ -78,21 +75,24 @@ def measure_decoding(
     deadline: Deadline,
     *,
     seconds: float = 0.7,
+    slots: int = 1 << 10,
     progress: Callable[[str], None] = lambda name: None,
 ) -> list[Measurement]:
-    """Decoded bytes a second for each number of threads, shared among processes as the reader does it."""
+    """Decoded bytes a second for each number of threads, shared among processes as by a reader with so many ``slots``.
+
+    Where no processes can be had, the threads are those of this one.
+    """
     found: list[Measurement] = []
     codec = frames.codec
+    most = processes_for(max(threads), slots)
     with contextlib.ExitStack() as stack:
-        crew: _Crew | None = None
+        crew = _crew(frames, most, stack) if most > 1 else None
         for number, count in enumerate(threads):
             if deadline.left < 0.05 and found:
                 break
             name = f"{count} thread{'s' if count > 1 else ''}"
             progress(f"decode, {name}")
-            processes = processes_for(count)
-            if processes > 1 and crew is None and not launch_problem():
-                crew = stack.enter_context(_Crew(frames, processes_for(max(threads))))
+            processes = processes_for(count, slots)
             share = deadline.share(seconds, len(threads) - number)
             if processes > 1 and crew is not None:
                 timed = crew.run(count, processes, share)
@@ -126,6 +126,15 @@ def decode_in_threads(
     return run_threads(step, threads, seconds)
 
 
+def _crew(frames: Frames, processes: int, stack: contextlib.ExitStack) -> _Crew | None:
+    if not hasattr(os, "memfd_create"):
+        return None
+    try:
+        return stack.enter_context(_Crew(frames, processes))
+    except (OSError, LaunchUnavailableError):  # a limit of processes, a sandbox
+        return None
+
+
 class _Crew:
     """Processes that decode the same frames, which lie in memory once; its end is theirs."""
 
@@ -139,12 +148,13 @@ class _Crew:
                 for frame in frames.frames:
                     edges.append(edges[-1] + file.write(frame))
             for _ in range(processes):
-                self._children.append(launch(_ENTRY, fds={"frames": memory}, name=_NAME))
-            asked = {"dataset": str(frames.dataset), "segment": frames.segment, "field": frames.codec.field.name}
+                self._children.append(launch(_ENTRY, fds={"frames": memory}, name="decoding process"))
+            codec = frames.codec
+            asked = {"field": dataclasses.asdict(codec.field), "chunk_rows": codec.chunk_rows, "edges": edges}
             for child in self._children:
-                tell(child, {**asked, "edges": edges}, _NAME)
+                tell(child, asked, _START_SECONDS)
             for child in self._children:
-                hear(child, _START_SECONDS, _NAME)
+                hear(child, _START_SECONDS)
         except BaseException:
             self.__exit__()
             raise
@@ -158,8 +168,8 @@ class _Crew:
             count = threads // processes + (number < threads % processes)
             # Each begins elsewhere: else they would find in the caches what another has just read.
             first = number * len(self._frames.frames) // processes
-            tell(child, {"threads": count, "seconds": seconds, "first": first}, _NAME)
-        answers = [hear(child, seconds + _START_SECONDS, _NAME) for child in asked]
+            tell(child, {"threads": count, "seconds": seconds, "first": first}, _START_SECONDS)
+        answers = [hear(child, seconds + _START_SECONDS) for child in asked]
         for answer in answers:
             if "error" in answer:
                 raise FrameError(answer["error"])

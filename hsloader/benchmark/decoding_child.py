@@ -8,8 +8,8 @@ import signal
 
 from hsloader._launch import Parent
 from hsloader.benchmark.decoding import decode_in_threads
-from hsloader.store.codec import FrameError
-from hsloader.store.dataset import open_dataset
+from hsloader.store.codec import Codec, FrameError
+from hsloader.store.fields import Field
 
 __all__ = ["main"]
 
@@ -20,8 +20,7 @@ def main(parent: Parent) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     with parent.channel.makefile("rwb") as channel:
         asked = json.loads(channel.readline())
-        with open_dataset(asked["dataset"]) as dataset:
-            codec = dataset.segments[asked["segment"]].array(asked["field"]).codec
+        codec = Codec(Field(**asked["field"]), asked["chunk_rows"])
         whole = memoryview(mmap.mmap(parent.fds["frames"], 0, access=mmap.ACCESS_READ))
         frames = [whole[start:stop] for start, stop in zip(asked["edges"], asked["edges"][1:], strict=False)]
         channel.write(b"{}\n")

@@ -15,7 +15,7 @@ from hsloader.benchmark.residency import drop, is_told, resident_share, state_of
 from hsloader.benchmark.results import Measurement, State
 from hsloader.benchmark.timing import process_cpu
 from hsloader.errors import HsloaderError
-from hsloader.reader.choices import usual_slots
+from hsloader.reader.choices import usual_budget
 from hsloader.reader.client import FeederClient
 from hsloader.reader.counters import FeederCounter
 from hsloader.reader.engine import MOST_ENGINES
@@ -76,14 +76,13 @@ def _pieces(group: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], fields
 
 def budget_for(slot_bytes: int, options: ReadOptions) -> int:
     """Bytes of the ring that a loader would take; ``HsloaderError`` if the memory for it is not there."""
-    size = -(-slot_bytes // (2 << 20)) * (2 << 20)
-    slots = usual_slots(options, size)
-    if slots * size > memory_available() // 2:
+    budget = usual_budget(options, slot_bytes, 1)
+    if budget > memory_available() // 2:
         raise HsloaderError(
-            f"a ring of {slots} batches of {slot_bytes:,} bytes is more than half of the memory left; give a smaller "
+            f"a ring of three batches of {slot_bytes:,} bytes is more than half of the memory left; give a smaller "
             "tokens_per_step"
         )
-    return slots * size
+    return budget
 
 
 def measure_pipeline(

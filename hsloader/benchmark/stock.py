@@ -15,7 +15,6 @@ from hsloader.benchmark.timing import Deadline
 __all__ = ["measure_stock"]
 
 _ENTRY = "hsloader.benchmark.stock_child:main"
-_NAME = "stock loader"
 _START_SECONDS = 60.0  # importing torch from a cold disk takes long
 _MOST_SECONDS = 2.0  # of one setting
 _SETTINGS = ((4, True), (0, True), (2, True), (4, False), (0, False))  # (workers, mmap)
@@ -34,10 +33,10 @@ def measure_stock(
     A setting that torch refuses (mmap of its old format) is left out. ``OSError`` if it refuses all, and with the
     child's last words if that dies.
     """
-    child = launch(_ENTRY, name=_NAME)
+    child = launch(_ENTRY, name="stock loader")
     try:
         # Not among the arguments: a command line has no room for thousands of paths.
-        ask(child, {"files": [str(file) for file in files]}, _START_SECONDS, _NAME)
+        ask(child, {"files": [str(file) for file in files]}, _START_SECONDS)
         deadline = Deadline(seconds)
         found: list[Measurement] = []
         refusal = ""
@@ -53,7 +52,7 @@ def measure_stock(
             state = _state(files)
             limit = deadline.share(_MOST_SECONDS, len(plans) - number)
             request = {"workers": workers, "mmap": mapped, "seconds": limit, "again": wanted == "warm"}
-            answer = ask(child, request, limit + _START_SECONDS, _NAME)
+            answer = ask(child, request, limit + _START_SECONDS)
             if "error" in answer:
                 refusal = answer["error"]
                 continue

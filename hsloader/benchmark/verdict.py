@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hsloader.benchmark.results import Measurement, Need, Verdict
+from hsloader.reader.choices import usual_slots
 from hsloader.reader.options import Mode, ReadOptions
+from hsloader.reader.ring import RingShape
 
 __all__ = ["Rates", "judge", "rates_of", "recommend", "with_limits"]
 
@@ -17,6 +19,7 @@ _ALIKE = 0.95  # rates this close are the same
 _SHORTFALL = 0.8  # a pipeline below this share of its limit is worth a word
 _HICCUP_SECONDS = 0.5  # of data that the ring should hold, for a disk that pauses
 _DEFAULT_READERS = 8
+_BETWEEN_SPANS = 64 << 10  # bytes of a slot beyond its batch's values: each field begins at a multiple of 512
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,16 +147,17 @@ def recommend(
     """The options that the measurements speak for.
 
     Mode: the fastest, the plainer one where they are alike.  Threads: the fewest that decode what disk and training
-    want (idle cores serve the thread that launches kernels).  Prefetch: four batches or half a second of data, at
-    most a quarter of ``memory``; left to the loader if the batch is not known.
+    want (idle cores serve the thread that launches kernels).  Prefetch: half a second of data, at most a quarter of
+    ``memory``, where that is more than a loader takes by itself.
     """
     gpus = need.gpus if need is not None else 1
     mode = _best_mode(measurements) or fallback
+    threads = _threads(rates, need, gpus)
     return ReadOptions(
         mode=mode,
-        threads=_threads(rates, need, gpus),
+        threads=threads,
         io_threads=_readers(measurements, mode),
-        prefetch=_prefetch(need, batch_bytes, memory, gpus),
+        prefetch=_prefetch(need, batch_bytes, memory, gpus, threads),
     )
 
 
@@ -198,15 +202,16 @@ def _readers(measurements: Sequence[Measurement], mode: str) -> int | None:
     return best if best > _DEFAULT_READERS and max(near, default=0.0) < 0.9 * depths[best] else None
 
 
-def _prefetch(need: Need | None, batch_bytes: int, memory: int, gpus: int) -> int | None:
-    if not batch_bytes:
+def _prefetch(need: Need | None, batch_bytes: int, memory: int, gpus: int, threads: int | None) -> int | None:
+    """Bytes for half a second of data, where a loader would by itself take less."""
+    if not batch_bytes or need is None:
         return None
-    wanted = 4 * batch_bytes
-    if need is not None:
-        wanted = max(wanted, int(_HICCUP_SECONDS * need.a_gpu))
+    slot = RingShape.round_slot(batch_bytes + _BETWEEN_SPANS)
+    usual = usual_slots(ReadOptions(threads=threads), slot) * slot
+    wanted = -(-int(_HICCUP_SECONDS * need.a_gpu) // slot) * slot
     if memory:
-        wanted = max(3 * batch_bytes, min(wanted, memory // 4 // gpus))
-    return -(-wanted // (1 << 20)) << 20
+        wanted = min(wanted, memory // 4 // gpus)
+    return wanted if wanted > usual else None
 
 
 def _gb(rate: float) -> str:

@@ -27,9 +27,9 @@ from hsloader.monitor.ranges import mark_stages, stage
 from hsloader.monitor.reporter import Reporter
 from hsloader.monitor.words import plural
 from hsloader.order.sequence import BatchSequence
-from hsloader.reader.choices import usual_slots
+from hsloader.reader.choices import possible_options, usual_budget
 from hsloader.reader.client import FeederClient
-from hsloader.reader.limits import cpu_share, default_budget, ranks_on_node
+from hsloader.reader.limits import cpu_share, ranks_on_node
 from hsloader.reader.pieces import span_offsets
 from hsloader.reader.ring import RingShape
 from hsloader.store.dataset import Dataset
@@ -176,9 +176,10 @@ def connect(
         mark_stages(torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop)
     if workers > 1 and read.threads is None:
         read = replace(read, threads=max(1, cpu_share() // workers))
+    read = possible_options(read)
     budget = read.prefetch
     if budget is None:
-        budget = default_budget(slot_bytes, ranks_on_node() * workers, usual_slots(read, slot_bytes))
+        budget = usual_budget(read, slot_bytes, ranks_on_node() * workers)
     client = FeederClient(
         dataset,
         [span.field.name for span in trainer.spans],

@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING
 from hsloader._launch import launch_problem
 from hsloader.monitor.voice import say
 from hsloader.reader.engine import MOST_ENGINES, EngineSettings
-from hsloader.reader.limits import cpu_share, memory_available
+from hsloader.reader.limits import cpu_share, default_budget, memory_available
 from hsloader.reader.modes import choose_mode
 from hsloader.reader.options import ReadOptions
+from hsloader.reader.ring import RingShape
 
 if TYPE_CHECKING:
     from hsloader.store.dataset import Dataset
 
-__all__ = ["check_budget", "choose_settings", "possible_options", "processes_for", "usual_slots"]
+__all__ = ["check_budget", "choose_settings", "possible_options", "processes_for", "usual_budget", "usual_slots"]
 
 _LEAST_SLOTS = 3
+_MANY = 1 << 10
 _USUAL_SLOTS = 4
 _SLOTS_EACH = 2  # of a process: one to fill, one that is read ahead or was handed out
 _SMALL_RING = 1 << 30  # bytes up to which more slots than four are taken unasked
@@ -50,7 +52,7 @@ def choose_settings(
         lambda: next((segment.array(widest).shard_path(0) for segment in dataset.segments), None),
     )
     decoders = _decoders(options)
-    engines = 1 if options.in_process else _engines(decoders, slots)
+    engines = 1 if options.in_process else processes_for(decoders, slots)
     readers = max(_READERS[mode.mode], 2 * engines) if mode.local else _REMOTE_READERS
     settings = EngineSettings(
         path=str(path),
@@ -69,20 +71,25 @@ def choose_settings(
     return settings, mode.reason
 
 
-def processes_for(decoders: int) -> int:
-    """Processes that share so many decode threads, if each has a batch to fill: even two threads gain from two."""
-    return max(1, min(MOST_ENGINES, max(min(decoders, 2), decoders // _DECODERS_EACH)))
+def processes_for(decoders: int, slots: int = _MANY) -> int:
+    """Processes that share so many decode threads: even two threads gain from two, as long as each has a batch to fill.
 
-
-def _engines(decoders: int, slots: int) -> int:
-    """Processes of a ring of so many slots: a batch is filled by one process, and of few some are with the trainer."""
-    return max(1, min(processes_for(decoders), slots // _SLOTS_EACH))
+    A batch is filled by one process, and of few ``slots`` some are with the trainer.
+    """
+    wanted = max(min(decoders, 2), decoders // _DECODERS_EACH)
+    return max(1, min(MOST_ENGINES, wanted, slots // _SLOTS_EACH))
 
 
 def usual_slots(options: ReadOptions, slot_bytes: int) -> int:
     """Batches in a ring that nobody chose a size for: four, or while they are small two for each process."""
-    wanted = _SLOTS_EACH * processes_for(_decoders(options))
+    wanted = _SLOTS_EACH * (1 if options.in_process else processes_for(_decoders(options)))
     return max(_USUAL_SLOTS, min(wanted, _SMALL_RING // max(1, slot_bytes)))
+
+
+def usual_budget(options: ReadOptions, batch_bytes: int, loaders: int) -> int:
+    """Bytes of that ring for batches of ``batch_bytes``, where so many loaders share the memory."""
+    slot = RingShape.round_slot(batch_bytes)
+    return default_budget(slot, loaders, usual_slots(options, slot))
 
 
 def _decoders(options: ReadOptions) -> int:

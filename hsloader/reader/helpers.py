@@ -3,7 +3,7 @@
 Threads of one Python process wait for its global lock. Frames of 2.7 MB hide that up to about eight threads (measured
 on 16 cores: 8 threads 7.7 of 8.7 GB/s, 15 threads 8.3 of 15.6); on frames of 0.4 MB two threads lose a tenth already.
 So a feeder with several decoders forks once, before it has threads: each helper runs an engine of its own on the same
-ring, for every n-th request. They live and die together: the trainer sees one feeder.
+ring, for its share of the requests. They live and die together: the trainer sees one feeder.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def memory_available() -> int:
     return max(0, min([available, *(limit - used for limit, used in _memory_groups())]))
 
 
-def default_budget(slot_bytes: int, loaders: int = 1, slots: int = 4) -> int:
+def default_budget(slot_bytes: int, loaders: int, slots: int) -> int:
     """Bytes of a ring nobody chose a size for: ``slots``, at most a quarter of what is available over ``loaders``.
 
     Never less than three slots, which is the least that works.

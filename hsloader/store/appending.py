@@ -1,4 +1,4 @@
-"""A file that grows at its end, past the page cache where the file system lets it, and can be cut back to a mark.
+"""A file that grows at its end, past the page cache where it lies on a local disk, and can be cut back to a mark.
 
 Writing through the page cache costs a page, a buffer head and a reservation of space for every 4 KiB, and the fsync
 walks over them again: 0.14 s of CPU time for what 1 GB of states becomes.  Gathered into whole pages and written by
@@ -21,7 +21,7 @@ from hsloader.store.pages import page_memory
 
 __all__ = ["AppendedFile", "End"]
 
-_BUFFER = 1 << 20
+_BUFFER = 2 << 20  # a huge page, which it is
 _PAGE = 4096  # what O_DIRECT wants offsets, lengths and memory to be multiples of, on almost every file system
 
 
@@ -48,9 +48,11 @@ class AppendedFile:
         self._held = 0
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._direct = False
-        with contextlib.suppress(OSError):  # a file system that does not know it
-            fcntl.fcntl(self._fd, fcntl.F_SETFL, os.O_DIRECT)
-            self._direct = True
+        # Only on a block device: a server is better left to the kernel, which has many writes under way at a time.
+        if os.major(os.fstat(self._fd).st_dev):
+            with contextlib.suppress(OSError):  # a file system that does not know it
+                fcntl.fcntl(self._fd, fcntl.F_SETFL, os.O_DIRECT)
+                self._direct = True
 
     @property
     def size(self) -> int:
@@ -122,7 +124,7 @@ class AppendedFile:
             try:
                 first += os.pwritev(self._fd, [self._buffer[first:last].data], self._start + first)
             except OSError as error:
-                if error.errno != errno.EINVAL or not self._direct:
+                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP) or not self._direct:
                     raise
                 self._write_as_usual()  # a file system that wants more than pages, or a write that ended within one
 

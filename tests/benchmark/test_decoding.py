@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from hsloader.benchmark import decoding
 from hsloader.benchmark.decoding import Frames, frames_of, measure_decoding
 from hsloader.benchmark.timing import Deadline
 from hsloader.store.codec import FrameError
-from hsloader.store.dataset import open_dataset
 from tests.reader.making import make_dataset
 
 
@@ -44,21 +43,27 @@ def test_one_line_for_each_number_of_threads(frames: Frames) -> None:
     assert not children()
 
 
-def test_the_frames_are_those_of_the_dataset(frames: Frames) -> None:
-    with open_dataset(frames.dataset) as dataset:
-        array = dataset.segments[frames.segment].array(frames.codec.field.name)
-        assert array.codec == frames.codec
-        out = np.empty(frames.codec.chunk_bytes, np.uint8)
-        frames.codec.decode(frames.frames[0], out)
-        first = dataset.read(0, frames.codec.field.name)
-        assert out[: first.nbytes].tobytes() == first.tobytes()
-
-
 def test_without_processes_threads_of_this_one_are_measured(frames: Frames, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "launch_problem", lambda: "no interpreter")
+    def refused(*arguments: object, **options: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(decoding, "launch", refused)
     (found,) = measure_decoding(frames, [4], Deadline(5.0), seconds=0.1)
     assert found.settings["threads"] == 4
     assert found.size > 0
+
+
+def test_as_many_processes_as_a_reader_with_that_ring(frames: Frames, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, seen = decoding._Crew.run, []
+
+    def watched(self: decoding._Crew, threads: int, processes: int, seconds: float) -> object:
+        seen.append((threads, processes, len(self._children)))
+        return run(self, threads, processes, seconds)
+
+    monkeypatch.setattr(decoding._Crew, "run", watched)
+    measure_decoding(frames, [1, 2, 8], Deadline(20.0), seconds=0.05)
+    measure_decoding(frames, [8], Deadline(20.0), seconds=0.05, slots=4)
+    assert seen == [(2, 2, 4), (8, 4, 4), (8, 2, 2)]
 
 
 def test_a_process_that_is_killed_is_told_and_takes_the_others_along(
@@ -71,7 +76,7 @@ def test_a_process_that_is_killed_is_told_and_takes_the_others_along(
         return run(self, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(decoding._Crew, "run", killed)
-    with pytest.raises(OSError, match=r"decoding process ended: .*SIGKILL"):
+    with pytest.raises(OSError, match=r"^the decoding process \(process \d+\) was killed by signal 9 \(SIGKILL\)"):
         measure_decoding(frames, [4], Deadline(5.0), seconds=0.1)
     until = time.monotonic() + 5
     while children():
@@ -81,6 +86,6 @@ def test_a_process_that_is_killed_is_told_and_takes_the_others_along(
 
 @pytest.mark.parametrize("threads", [1, 4])
 def test_a_damaged_frame_is_told(frames: Frames, threads: int) -> None:
-    broken = Frames(frames.codec, [frame[:-1] for frame in frames.frames], frames.dataset, frames.segment)
+    broken = Frames(frames.codec, [frame[:-1] for frame in frames.frames])
     with pytest.raises(FrameError, match="crc32c"):
         measure_decoding(broken, [threads], Deadline(5.0), seconds=0.1)

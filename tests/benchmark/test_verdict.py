@@ -8,6 +8,7 @@ import pytest
 
 from hsloader.benchmark.results import Measurement, Need
 from hsloader.benchmark.verdict import Rates, judge, rates_of, recommend, with_limits
+from hsloader.reader import choices
 from hsloader.reader.options import ReadOptions
 
 GB = 1e9
@@ -181,13 +182,17 @@ def test_the_recommended_options(
 @pytest.mark.parametrize(
     ("batch", "memory", "rate", "prefetch"),
     [
-        (100 << 20, 0, None, 400 << 20),  # four batches
-        (100 << 20, 0, 2.0, 954 << 20),  # half a second of data
-        (100 << 20, 1600 << 20, 2.0, 400 << 20),  # a quarter of the memory
-        (100 << 20, 400 << 20, 2.0, 300 << 20),  # but never under three batches
+        (100 << 20, 0, None, None),  # what a loader takes by itself
+        (100 << 20, 0, 0.5, None),  # half a second of data is less than that
+        (100 << 20, 0, 2.0, 10 * (102 << 20)),  # half a second of data, in whole slots
+        (100 << 20, 2400 << 20, 2.0, 600 << 20),  # a quarter of the memory
+        (100 << 20, 1600 << 20, 2.0, None),  # which is no more than a loader takes
         (0, 0, 2.0, None),  # nobody said how large a batch is
     ],
 )
-def test_the_ring_holds_batches_and_hiccups(batch: int, memory: int, rate: float | None, prefetch: int | None) -> None:
+def test_the_ring_holds_batches_and_hiccups(
+    monkeypatch: pytest.MonkeyPatch, batch: int, memory: int, rate: float | None, prefetch: int | None
+) -> None:
+    monkeypatch.setattr(choices, "cpu_share", lambda: 2)
     wanted = None if rate is None else need(rate)
     assert recommend([], Rates(), wanted, batch_bytes=batch, memory=memory).prefetch == prefetch

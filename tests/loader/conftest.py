@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from hsloader.loading import connection
+from hsloader.reader import choices
 from hsloader.store.dataset import Dataset, open_dataset
 from tests.loader.making import write
 
@@ -30,4 +30,4 @@ def dataset(path: Path) -> Iterator[Dataset]:
 @pytest.fixture(autouse=True)
 def _four_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there are many cores the default ring has more."""
-    monkeypatch.setattr(connection, "usual_slots", lambda options, slot_bytes: 4)
+    monkeypatch.setattr(choices, "usual_slots", lambda options, slot_bytes: 4)

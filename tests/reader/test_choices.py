@@ -50,10 +50,10 @@ def test_memory_of_cgroup_2(cgroup: Callable[..., None]) -> None:
     )
     assert limits.memory_total() == 8 << 30
     assert limits.memory_available() == 6 << 30
-    assert limits.default_budget(1 << 20) == 4 << 20
-    assert limits.default_budget(1 << 30) == 3 << 30  # a quarter would be less than three batches
-    assert limits.default_budget(400 << 20) == 6 << 28
-    assert limits.default_budget(400 << 20, loaders=2) == 1200 << 20
+    assert limits.default_budget(1 << 20, 1, 4) == 4 << 20
+    assert limits.default_budget(1 << 30, 1, 4) == 3 << 30  # a quarter would be less than three batches
+    assert limits.default_budget(400 << 20, 1, 4) == 6 << 28
+    assert limits.default_budget(400 << 20, 2, 4) == 1200 << 20
 
 
 def test_memory_of_cgroup_1(cgroup: Callable[..., None]) -> None:

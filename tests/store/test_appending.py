@@ -24,7 +24,9 @@ def piece(length: int, start: int = 0) -> memoryview:
 
 
 def knows_direct(folder: Path) -> bool:
-    """Whether the file system of ``folder`` takes O_DIRECT."""
+    """Whether the file system of ``folder`` lies on a block device and takes O_DIRECT."""
+    if not os.major(folder.stat().st_dev):
+        return False
     try:
         os.close(os.open(folder / "direct", os.O_WRONLY | os.O_CREAT | os.O_DIRECT))
     except OSError:
