@@ -197,12 +197,12 @@ def test_a_token_chunk_that_failed_is_written_once_when_the_next_sample_is_tried
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fields = (Field(name="scores", dtype="float32", shape=(16,), codec="none"),)
-    layout = RowLayout(alignment=1, chunk_rows={"scores": 20_000})
-    bits = np.random.default_rng(8).standard_normal((48_000, 16), np.float32)
+    layout = RowLayout(alignment=1, chunk_rows={"scores": 40_000})
+    bits = np.random.default_rng(8).standard_normal((96_000, 16), np.float32)
 
     def write(path: Path, fails: bool) -> SegmentEntry:
         with SegmentWriter(path, fields, layout) as writer:
-            writer.begin("a", 48_000)
+            writer.begin("a", 96_000)
             writer.commit({"scores": bits})
             if fails:
                 with monkeypatch.context() as patched:
