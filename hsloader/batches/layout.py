@@ -34,16 +34,14 @@ class Span:
 class BatchLayout:
     """What a batch is made of.
 
-    ``samples`` are the dataset indices asked for, in batch order, ``bad`` those of them that are left out.  ``shape``
-    holds the batch's leading axes (``(1, T)`` packed, ``(B, N)`` padded, ``()`` for a list of samples).  ``rows`` has
-    each span's number of rows, in the trainer's order of spans, ``shapes`` the shape of its tensor in the batch;
+    ``samples`` are the dataset indices asked for, in batch order, ``bad`` those of them that are left out.  ``rows``
+    has each span's number of rows, in the trainer's order of spans, ``shapes`` the shape of its tensor in the batch;
     ``pieces`` (dtype ``PIECE``) fill some of the rows and all others are zero.  ``tokens`` rows of the first span hold
     data.  ``host`` has the batch's small arrays that need no data (positions, documents, attention).
     """
 
     samples: NDArray[np.int64]
     bad: frozenset[int]
-    shape: tuple[int, ...]
     rows: dict[str, int]
     shapes: dict[str, tuple[int, ...]]
     tokens: int

@@ -1,7 +1,7 @@
 """Packs: batches of samples that lie one behind the other in ``length`` rows, worked out for several at once.
 
-A training pays for each call of numpy in every step, however few its samples are: for one batch after the other that
-is five times as dear.
+A training pays for each call of numpy in every step, however few its samples are: sixteen packs of one sample take a
+tenth of the time of sixteen times one, packs of 55 samples a fifth (5 for 50, and 14 for 61 microseconds a pack).
 """
 
 from __future__ import annotations
@@ -73,19 +73,12 @@ class Packs:
             counts=counts,
         )
 
-    def positions(self) -> NDArray[np.int64]:
-        """How far behind the first one of its sample each row lies: int64 [batches, length]; anything in padding."""
-        ends, _ = self._runs()
-        count = len(self.wholes) * self.length
-        return (np.arange(count) - np.repeat(ends[:-1], np.diff(ends))).reshape(-1, self.length)
+    def positions_and_documents(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """For each row how far it lies behind the first one of its sample, and which of its batch's samples it is of.
 
-    def document_ids(self) -> NDArray[np.int64]:
-        """Which of its batch's samples each row is of: int64 [batches, length]; -1 in the padding."""
-        ends, places = self._runs()
-        return np.repeat(places, np.diff(ends)).reshape(-1, self.length)
-
-    def _runs(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Runs of rows of one sample, or of padding, through all batches: their ends from 0 on; which sample or -1."""
+        int64 [batches, length] each; in the padding anything, and -1.
+        """
+        # Runs of rows of one sample, or of padding, through all batches.
         batches = np.arange(len(self.wholes))
         batch = np.repeat(batches, self.edges[1:] - self.edges[:-1])
         counts = np.empty(len(batch) + len(batches), dtype=np.int64)
@@ -94,7 +87,9 @@ class Packs:
         counts[padding], places[padding] = self.length - self.filled, -1
         run = np.arange(len(batch)) + batch
         counts[run], places[run] = self.counts, run - (self.edges[:-1] + batches)[batch]
-        return _sums(counts), places
+        starts = _sums(counts)[:-1]
+        positions = np.arange(len(batches) * self.length) - np.repeat(starts, counts)
+        return positions.reshape(-1, self.length), np.repeat(places, counts).reshape(-1, self.length)
 
     def pieces(self, starts: NDArray[np.int64]) -> list[NDArray[np.void]]:
         """The pieces of each batch; ``starts`` (int64 [spans]): the first token of a sample that a span holds."""

@@ -66,7 +66,6 @@ class RawTrainer(Trainer):
         return BatchLayout(
             samples=whole,
             bad=lost,
-            shape=(),
             rows={span.name: int(ends[-1]) for span in self.spans},
             shapes={span.name: (int(ends[-1]), *span.field.shape) for span in self.spans},
             tokens=int(ends[-1]),

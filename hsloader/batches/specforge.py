@@ -116,7 +116,6 @@ class SpecForgeTrainer(Trainer):
         return BatchLayout(
             samples=whole,
             bad=lost,
-            shape=shape,
             rows={span.name: len(whole) * columns[span.name] for span in self.spans},
             shapes={span.name: self._shape(span, len(whole), columns[span.name]) for span in self.spans},
             tokens=int(used[0].sum()),

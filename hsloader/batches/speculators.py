@@ -139,7 +139,6 @@ class SpeculatorsTrainer(Trainer):
             BatchLayout(
                 samples=whole,
                 bad=lost,
-                shape=(1, self._length),
                 rows=self._rows,
                 shapes=self._shapes,
                 tokens=filled,
@@ -153,7 +152,7 @@ class SpeculatorsTrainer(Trainer):
 
     def _hosts(self, plan: Packs) -> list[dict[str, NDArray[np.generic]]]:
         """position_ids, and document_ids or lengths, of each batch."""
-        positions = plan.positions()
+        positions, numbers = plan.positions_and_documents()
         if self._shift:
             positions += self._shift
         for at, filled in enumerate(plan.filled.tolist()):
@@ -161,7 +160,6 @@ class SpeculatorsTrainer(Trainer):
         rows = [slice(at, at + 1) for at in range(len(positions))]
         if not self._release.documents:
             return [{"position_ids": positions[row].copy(), "lengths": plan.documents(row.start)} for row in rows]
-        numbers = plan.document_ids()
         # Copies: whoever keeps one row shall not keep those of all batches.
         return [{"position_ids": positions[row].copy(), "document_ids": numbers[row].copy()} for row in rows]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
@@ -155,9 +156,8 @@ class Trainer(ABC):
         self, samples: NDArray[np.int64], lengths: NDArray[np.int64], sizes: Sequence[int], bad: Collection[int] = ()
     ) -> list[BatchLayout]:
         """``lay_out`` of several batches that follow one another: of the first ``sizes[0]`` samples, and so on."""
-        ends = np.cumsum(sizes).tolist()
-        parts = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-        return [self.lay_out(samples[part], lengths[part], bad) for part in parts]
+        edges = pairwise(accumulate(sizes, initial=0))
+        return [self.lay_out(samples[start:stop], lengths[start:stop], bad) for start, stop in edges]
 
     @abstractmethod
     def finish(

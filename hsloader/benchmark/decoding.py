@@ -19,7 +19,7 @@ from hsloader._launch import Child, LaunchUnavailableError, launch
 from hsloader.benchmark.children import hear, tell
 from hsloader.benchmark.results import Measurement
 from hsloader.benchmark.timing import Deadline, Timed, run_threads
-from hsloader.reader.choices import processes_for
+from hsloader.reader.choices import MANY_SLOTS, processes_for
 from hsloader.store.codec import Codec, FrameError
 from hsloader.store.dataset import Dataset
 
@@ -75,7 +75,7 @@ def measure_decoding(
     deadline: Deadline,
     *,
     seconds: float = 0.7,
-    slots: int = 1 << 10,
+    slots: int = MANY_SLOTS,
     progress: Callable[[str], None] = lambda name: None,
 ) -> list[Measurement]:
     """Decoded bytes a second for each number of threads, shared among processes as by a reader with so many ``slots``.

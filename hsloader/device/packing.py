@@ -1,7 +1,7 @@
 """How the parts of a batch lie side by side in one block of memory, found there with few calls of torch.
 
-In a trainer whose caches hold its own step by then, each call of torch takes some 10 microseconds, and each of numpy 3
-(measured on 16 cores of a Xeon beside an H200), whatever it does.
+In a trainer whose caches hold its own step by then, a call of torch takes 2 to 11 microseconds, whatever it does
+(measured on a Xeon beside an H200, after 600 launches: a copy 5, an allocation 4, a view 2 to 3).
 """
 
 from __future__ import annotations

@@ -249,23 +249,18 @@ class DeviceDelivery:
         self, transfers: Transfers, stream: BatchStream, fetched: Fetched, current: Any
     ) -> tuple[Parcel, BatchLayout]:
         with stage("send"):
-            return self._sent(transfers, stream, fetched, current)
-
-    def _sent(
-        self, transfers: Transfers, stream: BatchStream, fetched: Fetched, current: Any
-    ) -> tuple[Parcel, BatchLayout]:
-        parcel = transfers.prepare(current)
-        stream.client.hold(fetched.key, owner=parcel)  # the slot is read until the parcel is let go
-        transfers.send(
-            parcel,
-            fetched.filled,
-            shapes=fetched.layout.shapes,
-            host=fetched.layout.host,
-            noisy=_noise_rows(fetched.layout, self._plans) if self._noise is not None else (),
-            seed=noise_seed(self._seed, fetched.epoch, fetched.number) if self._noise is not None else 0,
-        )
-        stream.done(fetched.key)
-        return parcel, fetched.layout
+            parcel = transfers.prepare(current)
+            stream.client.hold(fetched.key, owner=parcel)  # the slot is read until the parcel is let go
+            transfers.send(
+                parcel,
+                fetched.filled,
+                shapes=fetched.layout.shapes,
+                host=fetched.layout.host,
+                noisy=_noise_rows(fetched.layout, self._plans) if self._noise is not None else (),
+                seed=noise_seed(self._seed, fetched.epoch, fetched.number) if self._noise is not None else 0,
+            )
+            stream.done(fetched.key)
+            return parcel, fetched.layout
 
 
 def make_delivery(trainer: Trainer, settings: LoaderSettings) -> Delivery:

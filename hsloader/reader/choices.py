@@ -18,10 +18,18 @@ from hsloader.reader.ring import RingShape
 if TYPE_CHECKING:
     from hsloader.store.dataset import Dataset
 
-__all__ = ["check_budget", "choose_settings", "possible_options", "processes_for", "usual_budget", "usual_slots"]
+__all__ = [
+    "MANY_SLOTS",
+    "check_budget",
+    "choose_settings",
+    "possible_options",
+    "processes_for",
+    "usual_budget",
+    "usual_slots",
+]
 
 _LEAST_SLOTS = 3
-_MANY = 1 << 10
+MANY_SLOTS = 1 << 10  # so many that they bound nothing
 _USUAL_SLOTS = 4
 _SLOTS_EACH = 2  # of a process: one to fill, one that is read ahead or was handed out
 _SMALL_RING = 1 << 30  # bytes up to which more slots than four are taken unasked
@@ -71,7 +79,7 @@ def choose_settings(
     return settings, mode.reason
 
 
-def processes_for(decoders: int, slots: int = _MANY) -> int:
+def processes_for(decoders: int, slots: int = MANY_SLOTS) -> int:
     """Processes that share so many decode threads: even two threads gain from two, as long as each has a batch to fill.
 
     A batch is filled by one process, and of few ``slots`` some are with the trainer.
