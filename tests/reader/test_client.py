@@ -300,9 +300,12 @@ def test_a_hold_that_ends_while_ctrl_c_comes_frees_its_slot() -> None:
 
         def pop(self, *arguments: Any) -> Any:
             Bitten.bites += 1
-            if Bitten.bites in (1, 3, 6):
-                raise KeyboardInterrupt
-            return super().pop(*arguments)
+            if Bitten.bites in (1, 4):
+                raise KeyboardInterrupt  # before it is done
+            found = super().pop(*arguments)
+            if Bitten.bites in (2, 6):
+                raise KeyboardInterrupt  # and after
+            return found
 
     holds._slots, holds._owners = Bitten(), Bitten()  # type: ignore[assignment]
     owner = threading.Event()
