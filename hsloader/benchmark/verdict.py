@@ -1,4 +1,4 @@
-"""Works out what bounds a run and which ReadOptions suit it: pure functions of the measurements."""
+"""Works out what bounds a run and which ReadOptions suit it, from the measurements and this machine's cores alone."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ class _Conversion:
         """Plan, and unless ``dry_run`` execute."""
         root, journal = self._root, self._journal
         if self._obstacle and not dry_run:
-            raise ConversionError(f"{root.path}: {self._obstacle}")
+            raise ConversionError(f"{root.path}: {self._obstacle}; choose another destination, or make it writable")
         existed = root.path.exists()
         new = not (existed and any(root.path.iterdir()))
         if not new and not root.private.is_dir():
